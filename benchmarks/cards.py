@@ -31,6 +31,8 @@ TABLE = ROOT / "benchmarks" / "records" / "device_memory.json"
 EXAMPLES = ROOT / "examples"
 RANK = 16
 """Of the LoRAs that are counted."""
+CHIPS = 4
+"""Of a TPU host, v4 or v5p, among which the rows of a batch are spread."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Row:
             f"swap {self.swap}" if self.swap else "",
             f"batch {self.batch}" if self.batch > 1 else "",
             f"{self.weights} weights" if self.weights != "fp32" else "",
-            self.optimizer if self.method == "full" else "",
+            self.optimizer if self.method == "full" or self.optimizer != "adamw8bit" else "",
             "fused" if self.fused else "",
             "offload" if self.offload else "",
         ]
@@ -100,6 +102,8 @@ ROWS = (
     Row("FLUX.2 klein 9B", "lora", 12, base="nf4", offload=True),
     Row("Qwen-Image", "lora", 24, base="fp8", offload=True),
     Row("Qwen-Image", "lora", 16, base="nf4", offload=True),
+    Row("SDXL", "full", 32, optimizer="adafactor", offload=True),
+    Row("FLUX.1", "lora", 32, optimizer="adamw", offload=True),
 )
 
 
@@ -151,13 +155,13 @@ _SIZES = {
 """By --model: a size of benchmarks/device_memory.py, and its --resolution."""
 _IN_A_ROW = {
     "model", "resolution", "method", "train_batch_size", "weights", "optimizer", "base_precision", "fused_step", "offload",
-    "blocks_to_swap", "cache_latents", "cache_text",
+    "blocks_to_swap", "device", "cache_latents", "cache_text",
 }  # fmt: skip
 _FIXED = {"gradient_checkpointing": True, "rank": RANK, "gradient_accumulation_steps": 1, "mixed_precision": "bf16"}
 """What all rows are counted with."""
 _NO_MATTER = {
     "train_data_dir", "output_dir", "learning_rate", "lr_scheduler", "lr_warmup_steps", "max_train_steps", "checkpointing_steps", "clip_grad",
-    "random_flip", "instance_prompt", "snr_gamma",
+    "random_flip", "instance_prompt", "snr_gamma", "dataset_name", "center_crop",
 }  # fmt: skip
 """These take nothing of the GPU's memory."""
 
@@ -174,13 +178,14 @@ def row_of(path: Path) -> Row:
     for name, value in fixed.items():
         if values[name] != value:
             raise UserError(f"{path.name}: {name} is {values[name]}, and all rows are counted with {value}.", fix=f"Set {name} to {value}.")
+    tpu = peer.device == "xla"
     size, side = _SIZES.get(run.model, ("", 0))
     if run.resolution != side:
         raise UserError(f"{path.name}: {run.model} at {run.resolution} px is not counted.", fix=f"There are: {', '.join(_SIZES)}.")
     return Row(
-        size, run.method, int(path.name.split("gb_")[0]), peer.train_batch_size, peer.weights,
-        "adamw8bit" if run.optimizer == "auto" else run.optimizer, peer.base_precision, peer.fused_step,
-        in_turns(peer, torch.device("cuda")), peer.blocks_to_swap,
+        size, run.method, int(path.name.split("gb_")[0]), -(-peer.train_batch_size // CHIPS) if tpu else peer.train_batch_size, peer.weights,
+        run.optimizer if run.optimizer != "auto" else "adamw" if tpu else "adamw8bit", peer.base_precision, peer.fused_step,
+        in_turns(peer, torch.device("xla" if tpu else "cuda")), peer.blocks_to_swap,
     )  # fmt: skip
 
 

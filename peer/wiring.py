@@ -219,11 +219,10 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
-    by_itself = peer.ipex or device.type == "xla"  # casts weights in its own way, which was not tried with ours
     method.begin(model)
     if peer.base_precision != "auto":
         model.pack(peer.base_precision, device, hold=hold)
-    model.place(device, None if by_itself else precision.dtype, method.whole(model), hold=hold)
+    model.place(device, None if peer.ipex else precision.dtype, method.whole(model), hold=hold)  # IPEX casts in its own way
     swap = Swap(model, peer.blocks_to_swap, device, as_they_are=bool(files)) if swapped else None
     turns = Turns(model, device, swap) if turned else None
     if swap and not turns:
@@ -247,6 +246,12 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     optimizer = build_optimizer(run, params, device)
     place = placing(device, peer.train_batch_size * (2 if peer.with_prior_preservation else 1))
     encoder = Encoder(model, caches, place.lazy)
+    encode = place.latents(encoder)
+
+    def encode_a_step(batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
+        if turns:  # in the middle of a step XLA would compile what was asked before as another program
+            turns.begin(model.facts.denoiser)
+        return encode(batch, rng)
 
     def ahead(batches: Sequence[PixelBatch]) -> list[PixelBatch]:
         with precision.autocast():
@@ -254,7 +259,7 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
 
     learner = Learner(
         model=model,
-        encode=place.latents(encoder),
+        encode=encode_a_step,
         ahead=ahead if windows else None,
         params=params,
         optimizer=RoundingOptimizer(optimizer, noise_seed(run, own_id)) if in_bf16 else optimizer,
@@ -382,7 +387,7 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         bucket_info=peer.output_bucket_info and group.is_main,
         ahead_steps=peer.loader_prefetch_size,
         placed_steps=peer.device_prefetch_size,
-        place=(lambda batch: batch) if learner.ahead else learner.place.pixels,
+        place=learner.place.whole if learner.ahead else learner.place.pixels,
         encode=learner.ahead,
         beside=learner.prior and learner.prior.beside,
     )

@@ -18,6 +18,10 @@ class Placing(Protocol):
     lazy: torch.device | None
     """The device, where it compiles a program for every new shape."""
 
+    def whole(self, batch: PixelBatch) -> PixelBatch:
+        """The batch as it is trained, its pixels where they are."""
+        ...
+
     def pixels(self, batch: PixelBatch) -> PixelBatch:
         """The batch as it is trained, its pixels on their way to the device."""
         ...
@@ -38,6 +42,9 @@ class Direct:
 
     def __init__(self, device: torch.device):
         self._device = device
+
+    def whole(self, batch: PixelBatch) -> PixelBatch:
+        return batch
 
     def pixels(self, batch: PixelBatch) -> PixelBatch:
         if self._device.type != "cuda" or batch.pixels is None:

@@ -1,4 +1,4 @@
-"""Text encoders, VAE and denoiser take turns on a GPU that has no room for all of them: --offload, and by itself where both caches are on.
+"""Text encoders, VAE and denoiser take turns on a device that has no room for all of them: --offload, and by itself where both caches are on.
 
 With both caches (--cache_latents, --cache_text) each picture and caption brings its part once, so that turns cost little.
 
@@ -7,6 +7,7 @@ not change, so its copy in RAM (or in the mapped file that it was read from) is 
 """
 
 import dataclasses
+import importlib
 import logging
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_OWN_MEMORY = ("cuda",)
+_OWN_MEMORY = ("cuda", "xla")
 """Kinds of devices whose memory is not the host's."""
 
 
@@ -35,7 +36,7 @@ def in_turns(peer: PeerConfig, device: torch.device) -> bool:
 def takes_turns(peer: PeerConfig, device: torch.device) -> bool:
     """`in_turns`, asked once at the start. Warns where --offload makes no room; raises UserError where it was not tried."""
     if peer.offload and device.type == "xla":
-        raise UserError("--offload was not tried on XLA's devices.", fix="Remove --offload.")
+        raise UserError("--offload was not tried on XLA's devices.", fix="Use --cache_latents --cache_text, with which parts take turns there.")
     if peer.offload and device.type not in _OWN_MEMORY:
         log.warning("offload=no: it makes room on a GPU, and this peer computes on a %s", device.type)
     return in_turns(peer, device)
@@ -77,7 +78,7 @@ class Turns:
         self._groups = [self._texts, *([name] for name in self._others)]
         self._trained, self._there, waiting = {*params.values()}, [], self._waiting
         for tensor in self._trained.union(*(_tensors(self._parts[name]) for name in self._staying)):
-            tensor.data = waiting.get(tensor, tensor.data).to(self._device)
+            _point(tensor, waiting.get(tensor, tensor.data).to(self._device))
         # After a drawing all parts have a copy on the host: what never leaves again needs none, nor what a method has replaced.
         leaving = {tensor for name in self._parts.keys() - self._staying for tensor in _tensors(self._parts[name])} - self._trained
         self._waiting = {tensor: waiting[tensor] for tensor in leaving & waiting.keys()}
@@ -86,6 +87,8 @@ class Turns:
         """The turn of part `name`: afterwards it is on the device."""
         if name in self._there or name in self._staying:
             return
+        if self._device.type == "xla":  # what was asked of the parts that leave holds their weights until it is computed
+            importlib.import_module("peer.machine.xla").compute()
         group = next(group for group in self._groups if name in group)
         self._there = []
         for other in self._parts.keys() - group - self._staying:
@@ -101,13 +104,13 @@ class Turns:
 
     def _come(self, name: str) -> None:
         for tensor in self._frozen(name):
-            tensor.data = tensor.data.to(self._device)
+            _point(tensor, tensor.data.to(self._device))
 
     def _leave(self, name: str) -> None:
         if self._swap and name == self._denoiser:
             self._swap.clear()
         for tensor in self._frozen(name):
-            tensor.data = self._waiting[tensor]
+            _point(tensor, self._waiting[tensor])
 
     def _frozen(self, name: str) -> Iterator[Tensor]:
         """Its weights that nobody trains, nor swaps; where each waits is known from then on."""
@@ -127,6 +130,15 @@ class _Called:
 
     def pre_forward(self, module: nn.Module) -> None:
         self._begin()
+
+
+def _point(tensor: Tensor, data: Tensor) -> None:
+    """Have `tensor` hold `data`, on whatever device that is. The tensors of XLA are of another kind, which `.data` does not take from others."""
+    if (tensor.device.type == "xla") == (data.device.type == "xla"):
+        tensor.data = data
+        return
+    other = data.detach()
+    torch.utils.swap_tensors(tensor, nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other)
 
 
 def _tensors(part: nn.Module) -> Iterator[Tensor]:

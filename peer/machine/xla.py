@@ -64,6 +64,11 @@ def num_devices() -> int:
     return _torch_xla("runtime").global_runtime_device_count()
 
 
+def compute() -> None:
+    """Have all computed that was asked for so far. Returns before it is: only a question to the device waits for it."""
+    _torch_xla().sync()
+
+
 def best_format() -> tuple[str, str]:
     """The number format for `--mixed_precision auto`, and why."""
     if _torch_xla("runtime").device_type() == "TPU":
@@ -90,9 +95,13 @@ class Spread:
         if self.rows > rows:
             log.warning("batches of %d do not divide among %d devices: %d rows of each are idle", rows, count, self.rows - rows)
 
+    def whole(self, batch: PixelBatch) -> PixelBatch:
+        """The batch with `rows` rows and weights."""
+        return filled(batch, self.rows)
+
     def pixels(self, batch: PixelBatch) -> PixelBatch:
-        """The batch with `rows` rows and weights, its pixels on the device. Those of a cache stay here until the others are encoded."""
-        batch = filled(batch, self.rows)
+        """The whole batch, its pixels on the device. Those of a cache stay here until the others are encoded."""
+        batch = self.whole(batch)
         if batch.names:
             return batch
         return dataclasses.replace(batch, pixels=self._put(batch.pixels))
@@ -107,8 +116,7 @@ class Spread:
         return spread
 
     def boundary(self) -> None:
-        """Returns before all is computed: only a question to the device waits for it."""
-        _torch_xla().sync()
+        compute()
 
     def _put(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.lazy)

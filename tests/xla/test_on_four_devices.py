@@ -22,7 +22,7 @@ from swarm.run_config import RunConfig
 from tests import tiny
 
 pytestmark = pytest.mark.timeout(3600)
-CPU = torch.device("cpu")
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
 RUN = RunConfig(
     sync="none",
     resolution=16,
@@ -185,3 +185,45 @@ def test_a_step_whose_loss_is_not_finite_changes_nothing(start, xla, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(Exception, match="10 steps in a row failed"):
         trainer.run()
     assert set(losses) == {None} and torch.equal(on_host(trainer.params), before) and trainer.trained == 0
+
+
+def test_a_lora_on_bf16_weights_learns_as_on_a_cpu_and_only_its_denoiser_is_on_the_devices(start, xla, monkeypatch):
+    """Four pictures, and the same noise in each step. With both caches on the parts take turns, also for the pictures that are drawn."""
+    monkeypatch.setattr("peer.loop.train.seed_of", lambda *_: 3)
+    monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
+    run = ITS | {"method": "lora", "rank": 4, "learning_rate": 1e-2, "lr_scheduler": "constant", "lr_warmup_samples": 0, "total_samples": 40}
+    peer = {"mixed_precision": "bf16", "cache_latents": True, "cache_text": True, "max_train_samples": 4, "num_train_epochs": 10}
+    found = {}
+    for device, drawn in ((CPU, {}), (xla, DRAWN | {"validation_steps": 4})):
+        trainer, _, losses = start(device, FAMILY, run, peer | drawn, name=device.type)
+        found[device.type] = told = Told(trainer, losses)
+        trainer.run()
+        assert told.losses[-1] < 0.95 * told.losses[0] and len(told.losses) == 10
+    here, there = found["cpu"], found["xla"]
+    assert (there.gradient - here.gradient).norm() < 0.02 * here.gradient.norm(), "bf16 has 8 bits"
+    assert there.losses == pytest.approx(here.losses, rel=0.02)
+    denoiser, *others = there.places
+    assert denoiser == {("xla", BF16), ("xla", torch.float32)} and set().union(*others) == {("cpu", BF16), ("cpu", torch.float32)}
+    assert there.compiled[2:] == [0] * 8, f"programs compiled in each step: {there.compiled}"
+
+
+class Told:
+    """What is seen of a trainer: its first gradient, where the weights of each part are after a step, and how many programs a step compiled."""
+
+    def __init__(self, trainer, losses):
+        self.losses, self.compiled, self.gradient = losses, [], None
+        learn, use, parts = trainer._learn, trainer._use_gradients, trainer.model.parts
+
+        def learning(work):
+            before = compiled()
+            loss = learn(work)
+            self.compiled.append(compiled() - before)
+            self.places = [{(tensor.device.type, tensor.dtype) for tensor in part.parameters()} for part in parts.values()]
+            return loss
+
+        def using(samples, norms):
+            if self.gradient is None:
+                self.gradient = torch.cat([parameter.grad.detach().cpu().flatten() for parameter in trainer.params.values()])
+            return use(samples, norms)
+
+        trainer._learn, trainer._use_gradients = learning, using
