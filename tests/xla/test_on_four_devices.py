@@ -191,20 +191,21 @@ def test_a_lora_on_bf16_weights_learns_as_on_a_cpu_and_only_its_denoiser_is_on_t
     """Four pictures, and the same noise in each step. With both caches on the parts take turns, also for the pictures that are drawn."""
     monkeypatch.setattr("peer.loop.train.seed_of", lambda *_: 3)
     monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
-    run = ITS | {"method": "lora", "rank": 4, "learning_rate": 1e-2, "lr_scheduler": "constant", "lr_warmup_samples": 0, "total_samples": 40}
+    run = ITS | {"method": "lora", "rank": 4, "learning_rate": 3e-2, "lr_scheduler": "constant", "lr_warmup_samples": 0, "total_samples": 40}
     peer = {"mixed_precision": "bf16", "cache_latents": True, "cache_text": True, "max_train_samples": 4, "num_train_epochs": 10}
     found = {}
     for device, drawn in ((CPU, {}), (xla, DRAWN | {"validation_steps": 4})):
         trainer, _, losses = start(device, FAMILY, run, peer | drawn, name=device.type)
         found[device.type] = told = Told(trainer, losses)
         trainer.run()
-        assert told.losses[-1] < 0.95 * told.losses[0] and len(told.losses) == 10
+        assert told.losses[-1] < 0.9 * told.losses[0] and len(told.losses) == 10
     here, there = found["cpu"], found["xla"]
     assert (there.gradient - here.gradient).norm() < 0.02 * here.gradient.norm(), "bf16 has 8 bits"
     assert there.losses == pytest.approx(here.losses, rel=0.02)
     denoiser, *others = there.places
     assert denoiser == {("xla", BF16), ("xla", torch.float32)} and set().union(*others) == {("cpu", BF16), ("cpu", torch.float32)}
-    assert there.compiled[2:] == [0] * 8, f"programs compiled in each step: {there.compiled}"
+    once_more = there.compiled[4]
+    assert once_more <= 1 and sum(there.compiled[2:]) == once_more, f"after the first drawing one step compiles again, not each: {there.compiled}"
 
 
 class Told:
