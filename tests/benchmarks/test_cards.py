@@ -19,7 +19,7 @@ def test_an_example_is_a_row_of_the_table_and_fits_the_card_of_its_name(path):
 
 
 def test_there_is_an_example_for_each_size_of_card():
-    assert {int(path.name.split("gb_")[0]) for path in FILES} == {8, 12, 16, 24}
+    assert {int(path.name.split("gb_")[0]) for path in FILES} == {8, 12, 16, 24, 32}
 
 
 @pytest.fixture
