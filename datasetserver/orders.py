@@ -56,7 +56,6 @@ class Orders:
     def discarded(self) -> frozenset[str]:
         """Digests of the states that are not to be taken, whoever reports them."""
         self._look_seldom()
-        self._look_seldom()
         return self._discarded
 
     def banned(self) -> tuple[HostWord, ...]:

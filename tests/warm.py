@@ -225,7 +225,7 @@ def spawn_sidecar():
 class _Subprocess:
     """What is asked of `subprocess` by those who start our programs, torchrun among them: these are forked off them.
 
-    Of other threads they have none that holds a lock then, or none but those of torch's store, of which a rank knows nothing.
+    When they fork they have no other thread that holds a lock, except those of torch's store. A rank does not use that store.
     """
 
     DEVNULL, STDOUT, TimeoutExpired = subprocess.DEVNULL, subprocess.STDOUT, subprocess.TimeoutExpired
