@@ -133,6 +133,22 @@ def test_a_member_shows_what_it_sent_to_who_was_drawn_and_to_nobody_else(virtual
     virtual(scenario)
 
 
+def test_a_checker_whose_own_contribution_is_gone_gives_no_verdict_and_lives_on(virtual, key):
+    """Its trainer has frozen the next one in that memory."""
+
+    async def scenario(nodes):
+        trio = await swarm_of(nodes, key, 3)
+        for peer in trio:
+            averaged = checks(peer).averaged
+            checks(peer).averaged = lambda done, mine, averaged=averaged: averaged(done, torch.zeros_like(mine))
+        before, at = [checks(peer).looked for peer in trio], trio[0].head.header.round
+        await until(lambda: min(peer.head.header.round for peer in trio) >= at + 5, SECONDS)
+        assert not any(peer.failures for peer in trio)
+        assert all(checks(peer).looked <= then + 2 for peer, then in zip(trio, before, strict=True)), "what was kept before"
+
+    virtual(scenario)
+
+
 def test_no_verdict_without_all_that_was_sent_and_no_peer_is_asked_for_ever(virtual, key):
     """A sender that shows nothing hides the liar, and is not taken for it."""
 

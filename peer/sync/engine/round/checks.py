@@ -186,11 +186,11 @@ class SpotChecks:
 
     async def _ask(self, peer: str, check: _Check) -> None:
         sought = tuple(Sought(reducer=seek.reducer, position=seek.place.position, number=seek.place.number) for seek in check.seeks)
-        if peer == self._node.peer_id:
-            check.said[peer] = self._looked(check.kept, sought)
-            return
         key = self._node.key_of(self._node.peer_id)
         try:
+            if peer == self._node.peer_id:
+                check.said[peer] = self._looked(check.kept, sought)
+                return
             channel = await self._streams.open(peer, INPUTS)
             with contextlib.closing(channel):
                 await channel.send(Look(group=check.kept.group.id, lot=check.lot, key=key, sought=sought), seconds=_SECONDS)
