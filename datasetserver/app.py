@@ -323,6 +323,6 @@ ENDPOINTS = (
     ),
     Endpoint("POST", "/v1/rounds", post_round, "Report a final state.", protocol.RoundAnswer, protocol.RoundRequest),
     Endpoint(
-        "POST", "/v1/proofs", post_proofs, "Prove that peers signed two means of one share.", protocol.ProofsAnswer, protocol.ProofsRequest
+        "POST", "/v1/proofs", post_proofs, "Prove that peers signed two means of one share, or a wrong one.", protocol.ProofsAnswer, protocol.ProofsRequest
     ),
 )

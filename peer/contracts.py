@@ -17,7 +17,7 @@ from peer.config import PeerConfig
 from swarm.bans import Bans
 from swarm.end import End
 from swarm.members import Members
-from swarm.proofs import Proof
+from swarm.proofs import AnyProof
 from swarm.run.family import Family
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
@@ -225,7 +225,7 @@ class SyncReport:
     dropped: tuple[int, ...] = ()
     """Our contributions that will never be in the state: give their samples back. 0 stands for the samples not yet frozen."""
     final_rounds: tuple[CommittedRound, ...] = ()
-    proven: tuple[Proof, ...] = ()
+    proven: tuple[AnyProof, ...] = ()
     """Peers that signed two means of one share, for whoever keeps the ledger."""
     wait: bool = False
     """Do not train now: call `step(0)` again (it blocks for a while itself), until this is False."""
@@ -377,7 +377,7 @@ class Source(Protocol):
         """Tell whoever keeps the ledger that this state is final."""
         ...
 
-    def report_proofs(self, proofs: Sequence[Proof]) -> None:
+    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
         """Tell whoever keeps the ledger who is proven to have lied."""
         ...
 

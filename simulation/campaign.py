@@ -69,6 +69,8 @@ def mixed(seed: int) -> Scenario:
         scenario = replace(scenario, liars=random.Random(f"{seed} liars").randint(1, 4), peers=max(scenario.peers, 3))
     if random.Random(f"{seed} averaging").random() < 0.3:
         scenario = replace(scenario, averaging="centered")
+    if scenario.members and scenario.averaging == "mean" and random.Random(f"{seed} wrong mean").random() < _WITH_A_LIAR:
+        scenario = replace(scenario, wrong_mean=True, peers=max(scenario.peers, 3))
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
     special = random.Random(f"{seed} special").random()  # dice of its own, as "trusted" above and "reducer" below: all other seeds play what they did before
@@ -105,6 +107,7 @@ def played(seed: int) -> dict[str, Any]:
         "trusted": scenario.trusted,
         "liars": scenario.liars,
         "two_faced": scenario.two_faced,
+        "wrong_mean": scenario.wrong_mean,
         "averaging": scenario.averaging,
         "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,

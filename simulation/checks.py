@@ -150,6 +150,8 @@ class Checks:
             self.breach(f"one group made two states of {parent[:8]}: {other[:8]} and {digest[:8]}", machine)
         elif other != digest and (wrong := self.lies.parts((parent, members))):
             self.breach(wrong, machine)
+        if wrong := self.lies.takes((parent, members)):
+            self.breach(wrong, machine)
         before = self.commits.get(parent)
         included = dict(before.included) if before else {}
         if number > 1 and before is None:

@@ -160,6 +160,12 @@ class SimNode:
     def has_signed(self, peer, statement, key, signature):
         return key == self.key_of(peer) and signature == signed(peer, statement)
 
+    def lot(self, statement):
+        return signed(self.peer_id, b"lot " + statement)
+
+    def is_lot(self, peer, statement, key, lot):
+        return self.has_signed(peer, b"lot " + statement, key, lot)
+
     async def ended_within(self, seconds):
         await asyncio.sleep(seconds)
         return not self.host.alive

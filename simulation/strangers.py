@@ -93,7 +93,9 @@ class SimBand(Band):
         if values["event"] == "forged":
             self._world.checks.forged[values["digest"]] = self._members > 0
         if values["event"] == "lied":
-            self._world.checks.lies.told(values["parent"], values["members"])
+            self._world.checks.lies.told(values["parent"], values["members"], values["to_all_by"])
+        if values["event"] == "pried":
+            self._world.checks.breach(f"{values['of'][-6:]} showed what it sent to one that was not drawn to check")
 
 
 class SimStranger(Stranger):

@@ -44,7 +44,7 @@ _RECENT_ROUNDS = 12
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
 _TRUSTED_SECONDS = 30.0
-_OF_LIARS, _OF_THE_TWO_FACED = "one-more-sample", "two-faced"
+_OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN = "one-more-sample", "two-faced", "wrong-mean-to-all"
 """The rows that members play who lie."""
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
@@ -86,6 +86,8 @@ class Scenario:
     """In a run for members, how many come like strangers that the host let in: they sign made-up children of the newest state, for who comes later."""
     two_faced: bool = False
     """In a run for members, whether one more comes that assists, gives one member of each round another mean than the others, and signs both."""
+    wrong_mean: bool = False
+    """In a run for members, whether one more comes that assists, and gives all members of each round one wrong mean, which it signs."""
     total_samples: int = 0
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
     members: bool = False
@@ -314,6 +316,7 @@ class World:
         self._attacks = [asyncio.ensure_future(self._attacked(row)) for row in scenario.strangers]
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_LIARS, members=scenario.liars))] if scenario.liars else []
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_TWO_FACED, members=1))] if scenario.two_faced else []
+        self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_WRONG_MEAN, members=1))] if scenario.wrong_mean else []
         if scenario.strikes is None:
             striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
         else:
@@ -328,7 +331,7 @@ class World:
         if all(machine.link.behind_nat for machine in self.machines):
             self.add_assistant()  # as each of them says that somebody must: without one no two of them can exchange a word
         await (self._all_end() if scenario.total_samples else self._all_commit())
-        if not (scenario.faults or scenario.strangers or scenario.liars or scenario.two_faced):
+        if not (scenario.faults or scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean):
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
     async def _attacked(self, row: str, *, members: int = 0) -> None:

@@ -7,6 +7,7 @@ hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so
 import asyncio
 import contextlib
 import fcntl
+import functools
 import logging
 import random
 import time
@@ -34,7 +35,7 @@ from swarm.dht_rules import RUNS_KEY, Rules, Signatures, key_in, peers_key, sign
 from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
 from swarm.members import Members
-from swarm.peer_key import has_signed
+from swarm.peer_key import PeerKey, has_signed, is_lot
 from swarm.pipe import Pipe
 from swarm.places import place_of
 from swarm.ports import can_listen, with_ports
@@ -246,6 +247,18 @@ class SwarmNode:
     def has_signed(self, peer: str, statement: bytes, key: str, signature: str) -> bool:
         """Whether `key` is that of `peer`, and made `signature` for `statement`."""
         return has_signed(peer, statement, key, signature)
+
+    def lot(self, statement: bytes) -> str:
+        """What this peer draws for `statement`: always the same."""
+        return self._lots.lot(statement)
+
+    @functools.cached_property
+    def _lots(self) -> PeerKey:
+        return PeerKey.read(self._identity.path)
+
+    def is_lot(self, peer: str, statement: bytes, key: str, lot: str) -> bool:
+        """Whether `key` is that of `peer`, and draws `lot` for `statement`."""
+        return is_lot(peer, statement, key, lot)
 
     async def alive(self) -> bool:
         """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""

@@ -13,6 +13,7 @@ from swarm.signing import BadSignature
 
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _PADDING = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=padding.PSS.MAX_LENGTH)  # as hivemind signs with it
+_LOT_PADDING = padding.PKCS1v15()  # no salt, where PSS makes another signature each time
 _SHA256_MULTIHASH = b"\x12\x20"
 _RSA_IDENTITY = b"\x08\x00\x12"  # libp2p's PrivateKey as a protobuf: {1: type RSA = 0, 2: the key}, the key's length follows
 _BITS, _EXPONENT, _LONGEST_KEY = range(2048, 4097), 65537, 1000
@@ -44,7 +45,20 @@ class PeerKey:
 
     def sign(self, statement: bytes) -> str:
         """For `check_statement`, in base64."""
-        return base64.b64encode(self._key.sign(statement, _PADDING, hashes.SHA256())).decode("ascii")
+        return self._signed(statement, _PADDING)
+
+    def lot(self, statement: bytes) -> str:
+        """For `is_lot`, in base64: the one signature of its kind that this key makes of `statement`, so nobody can draw again."""
+        return self._signed(statement, _LOT_PADDING)
+
+    def _signed(self, statement: bytes, by: padding.AsymmetricPadding) -> str:
+        return base64.b64encode(self._key.sign(statement, by, hashes.SHA256())).decode("ascii")
+
+
+def is_lot(peer_id: str, statement: bytes, public_key: str, lot: str) -> bool:
+    """Whether `public_key` (OpenSSH) is that of `peer_id`, and `lot` the one that it draws for `statement`."""
+    # A base64 text of 344 characters has 16 spellings, which would be 16 draws.
+    return _is_spelt_as_we_do(lot) and _has_made(peer_id, statement, public_key, lot, _LOT_PADDING)
 
 
 def peer_id_of(public_key: bytes) -> str:
@@ -60,23 +74,39 @@ def peer_id_of(public_key: bytes) -> str:
 
 def check_statement(peer_id: str, statement: bytes, public_key: str, signature: str) -> None:
     """Raises BadSignature unless `public_key` (OpenSSH) is that of `peer_id` and made `signature` (base64) for `statement`."""
-    try:
-        key, its_id = _known(public_key)
-        if its_id != peer_id:
-            raise BadSignature(f"its key is not that of {peer_id}")
-        key.verify(base64.b64decode(signature, validate=True), statement, _PADDING, hashes.SHA256())
-    except (InvalidSignature, ValueError):
-        raise BadSignature(f"its signature is not that of {peer_id}") from None
+    _check(peer_id, statement, public_key, signature, _PADDING)
 
 
 @functools.lru_cache(maxsize=4096)  # 40 us each, and every look at the others brings the same ones
 def has_signed(peer_id: str, statement: bytes, public_key: str, signature: str) -> bool:
     """Whether `check_statement` has nothing against it."""
+    return _has_made(peer_id, statement, public_key, signature, _PADDING)
+
+
+def _has_made(peer_id: str, statement: bytes, public_key: str, signature: str, by: padding.AsymmetricPadding) -> bool:
     try:
-        check_statement(peer_id, statement, public_key, signature)
+        _check(peer_id, statement, public_key, signature, by)
     except BadSignature:
         return False
     return True
+
+
+def _check(peer_id: str, statement: bytes, public_key: str, signature: str, by: padding.AsymmetricPadding) -> None:
+    """Raises BadSignature."""
+    try:
+        key, its_id = _known(public_key)
+        if its_id != peer_id:
+            raise BadSignature(f"its key is not that of {peer_id}")
+        key.verify(base64.b64decode(signature, validate=True), statement, by, hashes.SHA256())
+    except (InvalidSignature, ValueError):
+        raise BadSignature(f"its signature is not that of {peer_id}") from None
+
+
+def _is_spelt_as_we_do(said: str) -> bool:
+    try:
+        return base64.b64encode(base64.b64decode(said, validate=True)).decode() == said
+    except ValueError:
+        return False
 
 
 @functools.lru_cache(maxsize=4096)  # to read a key takes longer than to check a signature with it

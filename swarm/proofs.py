@@ -1,35 +1,32 @@
-"""Proofs that a peer signed two means of one share of a group: with its own key, so nobody else can make one. The proof alone bans the peer.
+"""Proofs that a peer lied about a mean, by what it signed with its own key, so nobody else can make one. The proof alone bans the peer.
+
+It signed two means of one share of a group (`Proof`), or one that is not that of its inputs (`wrong_means.py`).
 
 A proof holds for ever, whoever brings it, so what peers know is a union, like the host's words (`bans.py`). Only runs for members have proofs:
-elsewhere another key costs nothing (docs/decisions/0028). Not promised: that everybody who lies signs two means.
+elsewhere another key costs nothing (docs/decisions/0028, 0030). Not promised: that everybody who lies is proven to.
 """
 
 import json
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
 from swarm import files
-from swarm.digest import digest_json
 from swarm.peer_key import has_signed
 from swarm.records import Text
 from swarm.run_config import RunConfig
+from swarm.statements import HasSigned, Key, Signature, statement
+from swarm.wrong_means import WrongMean, proves
 
 log = logging.getLogger(__name__)
 MOST_PROOFS = 128
-"""Of 1.5 kB each: as many as one message holds."""
+"""As many of two means, of 1.5 kB each, as one message holds. One of a wrong mean has 0.8 MB at most, and 0.1 of five members."""
 FIX = "If another program has its identity.key, delete that file and start again as a new peer."
 """For the owner of a peer that a proof bans."""
-HasSigned = Callable[[str, bytes, str, str], bool]
-"""Whether a peer signed a statement: (peer, statement, key, signature)."""
-Signature = Annotated[str, Field(strict=True, max_length=700, pattern=r"^[A-Za-z0-9+/]*={0,2}$")]
-"""Of a peer's key, in base64; '' for none."""
-Key = Annotated[str, Field(strict=True, max_length=1000, pattern=r"^(ssh-rsa [!-~]+)?$")]
-"""Of a peer, public, in OpenSSH's words; '' for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,9 @@ class Proof:
     signatures: tuple[Signature, Signature]
 
 
-PROOFS: TypeAdapter[tuple[Proof, ...]] = TypeAdapter(Annotated[tuple[Proof, ...], Field(max_length=MOST_PROOFS)])
+AnyProof = Proof | WrongMean
+PROOFS: TypeAdapter[tuple[AnyProof, ...]] = TypeAdapter(Annotated[tuple[AnyProof, ...], Field(max_length=MOST_PROOFS)])
+_WHY = {Proof: "it signed two different means of one share", WrongMean: "it signed a mean that is not that of what members sent it"}
 
 
 class Proofs:
@@ -58,14 +57,23 @@ class Proofs:
         self._known = {proof.accused: proof for proof in (_read(path) if path is not None else ()) if self.holds(proof)}
 
     @property
-    def all(self) -> tuple[Proof, ...]:
+    def all(self) -> tuple[AnyProof, ...]:
         return tuple(self._known.values())
+
+    @property
+    def of_two_means(self) -> tuple[Proof, ...]:
+        """Those that fit into one message together."""
+        return tuple(proof for proof in self.all if isinstance(proof, Proof))
+
+    @property
+    def of_wrong_means(self) -> tuple[WrongMean, ...]:
+        return tuple(proof for proof in self.all if isinstance(proof, WrongMean))
 
     def reason(self, peer: str) -> str:
         """Why `peer` is banned; '' when nothing is proven of it."""
-        return "it signed two different means of one share" if peer in self._known else ""
+        return _WHY[type(self._known[peer])] if peer in self._known else ""
 
-    def hear(self, proofs: Iterable[Proof]) -> bool:
+    def hear(self, proofs: Iterable[AnyProof]) -> bool:
         """Take over what holds and is news; whether anything was.
 
         Only of members: keys that nobody lets in cost nothing, and would leave no room for others. Of several proofs of one peer the first is
@@ -76,10 +84,10 @@ class Proofs:
         news = news[: self._room(len(news))]
         for proof in news:
             self._known[proof.accused] = proof
-            log.warning("proven: %s signed two different means of one share: it takes part no more", proof.accused, extra={"proven": proof.accused})
+            log.warning("proven: %s: %s; it takes part no more", proof.accused, _WHY[type(proof)], extra={"proven": proof.accused})
         if news and self._path is not None:
             try:
-                files.replace(self._path, json.dumps([vars(proof) for proof in self.all]).encode())
+                files.replace(self._path, json.dumps([asdict(proof) for proof in self.all]).encode())
             except OSError as error:
                 log.warning("cannot keep the proofs in %s: %s", self._path, error.strerror)
         return bool(news)
@@ -90,8 +98,10 @@ class Proofs:
             self._known = {peer: proof for peer, proof in self._known.items() if self._is_member(peer)}
         return max(MOST_PROOFS - len(self._known), 0)
 
-    def holds(self, proof: Proof) -> bool:
-        """Whether both signatures are of the accused, for two means of one share of this run."""
+    def holds(self, proof: AnyProof) -> bool:
+        """Whether the accused signed two means of one share of this run, or a wrong one."""
+        if isinstance(proof, WrongMean):
+            return proves(proof, self._run, self._signed)
         one, other = proof.digests
         signed = zip(proof.digests, proof.signatures, strict=True)
         return (
@@ -101,12 +111,7 @@ class Proofs:
         )
 
 
-def statement(run: str, group: str, digest: str) -> bytes:
-    """What a reducer signs of the mean of its share. run: the run's digest."""
-    return f"distributed-diffusion share {digest_json({'run': run, 'group': group, 'digest': digest})}".encode()
-
-
-def _read(path: Path) -> tuple[Proof, ...]:
+def _read(path: Path) -> tuple[AnyProof, ...]:
     """Those kept in a file; none where it is missing or damaged: whoever has them says them again."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))

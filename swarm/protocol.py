@@ -13,14 +13,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from typing_extensions import TypedDict
 
 from swarm.held_out import MOST_HELD_OUT
-from swarm.proofs import Proof
+from swarm.proofs import AnyProof
 from swarm.records import FINDINGS_PER_RECORD, MOST_BANS, HostWord
 from swarm.signing import SIGNATURE
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
 MOST_SHOWN = 64  # samples of a contribution: for who measures what it does to their loss, which a few pictures show
-PROOFS_TOLD = 4  # with one request: 1.5 kB and two signatures to check each
+PROOFS_TOLD = 4  # with one request: 1.5 kB and two signatures to check each, or 256 KiB and 25 signatures
 BANNED = "banned"
 """The code of the refusal to a peer that the host, or a proof, keeps out."""
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
@@ -376,11 +376,11 @@ class RoundAnswer(Message):
 
 
 class ProofsRequest(Message):
-    """POST /v1/proofs: these peers signed two means of one share; see `swarm.proofs`."""
+    """POST /v1/proofs: what proves that peers lied about a mean; see `swarm.proofs`."""
 
     run_id: RunId
     peer: PeerId
-    proofs: Annotated[list[Proof], Field(min_length=1, max_length=PROOFS_TOLD)]
+    proofs: Annotated[list[AnyProof], Field(min_length=1, max_length=PROOFS_TOLD)]
 
 
 class ProofsAnswer(Message):

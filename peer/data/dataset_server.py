@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.peer_key import PeerKey
-from swarm.proofs import Proof
+from swarm.proofs import AnyProof
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
@@ -165,12 +166,12 @@ class DatasetServer:
         if waits:  # behind another: of a server that is away nobody knows for 30 s
             self._outbox.keep_rounds()
 
-    def report_proofs(self, proofs: Sequence[Proof]) -> None:
+    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
         """Of each accused once; a sidecar that was started again says them again."""
         news = [proof for proof in proofs if proof.accused not in self._accused]
         self._accused |= {proof.accused for proof in news}
         for begin in range(0, len(news), protocol.PROOFS_TOLD):
-            self._send(PROOFS, proofs=[vars(proof) for proof in news[begin : begin + protocol.PROOFS_TOLD]])
+            self._send(PROOFS, proofs=[asdict(proof) for proof in news[begin : begin + protocol.PROOFS_TOLD]])
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):

@@ -20,11 +20,12 @@ from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.equivocation import SHARES
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.reduction import Reduction, Run
-from peer.sync.engine.round.share_seals import part_hash, share_digest
+from peer.sync.engine.round.share_seals import Given, part_hash
 from scripts.attacks.band import Band
 from scripts.attacks.rounds import Guest, Reducer
 from scripts.attacks.wire import REDUCE, Frames, Gone, Key, Record, Stranger
-from swarm.proofs import statement
+from swarm.slices import tree_digest
+from swarm.statements import Input, inputs_digest, statement
 
 _KEPT = 8
 """Groups, of which members may still fetch a mean."""
@@ -38,8 +39,8 @@ class _Round:
     group: Group
     reduction: Reduction
     victim: str
-    hashes: dict[str, list[bytes]] = field(default_factory=dict)
-    """Of the parts that each was given."""
+    given: dict[str, Given] = field(default_factory=dict)
+    """To each, so far."""
 
 
 class TwoFaced(Reducer):
@@ -97,22 +98,32 @@ class TwoFaced(Reducer):
             taking.cancel()
 
     async def _give(self, known: _Round, frames: Frames) -> None:
-        reduction, hashes = known.reduction, known.hashes.setdefault(frames.peer, [])
+        reduction, given = known.reduction, known.given.setdefault(frames.peer, Given())
         for index, part in enumerate(reduction.parts):
             data, square = await reduction.mean(index)
-            if frames.peer == known.victim:
+            if self._lies_to(known, frames.peer):
                 data, square = _turned_round(part, data)
-            hashes.append(part_hash(data, square))
+            given.add(part, data, square)
             said = {"square": square}
             if index == len(reduction.parts) - 1:
-                said |= self._signed(known, frames.peer, share_digest(hashes))
+                said |= self._signed(known, frames.peer, given)
             await frames.send(said, bytes(data.numpy()))
 
-    def _signed(self, known: _Round, peer: str, digest: str) -> Record:
-        if peer == known.victim:
+    @property
+    def _to_all_by(self) -> str:
+        """Ours, if we give all the same wrong mean."""
+        return ""
+
+    def _lies_to(self, known: _Round, peer: str) -> bool:
+        return peer == known.victim
+
+    def _signed(self, known: _Round, peer: str, given: Given) -> Record:
+        inputs = inputs_digest(known.reduction.signed_inputs)
+        if self._lies_to(known, peer):
             members = [[member.peer, member.number, member.samples] for member in known.group.members]
-            self.band.say(event="lied", time=time.time(), parent=known.group.parent, members=members)
-        return {"signature": self._key.sign(statement(self.band.config.digest, known.group.id, digest)), "key": self._key.public}
+            self.band.say(event="lied", time=time.time(), parent=known.group.parent, members=members, to_all_by=self._to_all_by)
+        signature = self._key.sign(statement(self.band.config.digest, known.group.id, given.digest(inputs)))
+        return {"inputs": inputs, "signature": signature, "key": self._key.public}
 
 
 @dataclass(frozen=True)
@@ -137,14 +148,14 @@ class Framing:
         """Take a share's mean, as who assists does."""
         share = share_out(guest.wire.parts, len(group.reducers))[group.reducers.index(reducer)]
         with contextlib.suppress(Gone):
-            frames, hashes, said = await guest.stranger.open(reducer, REDUCE), [], {}
+            frames, given, said = await guest.stranger.open(reducer, REDUCE), Given(), {}
             with contextlib.closing(frames):
                 await frames.send({"group": group.id})
-                for _ in share:
+                for index in share:
                     said, data = await frames.receive(40)
-                    hashes.append(part_hash(torch.frombuffer(bytearray(data), dtype=torch.uint8), said["square"]))
+                    given.add(guest.wire.parts[index], torch.frombuffer(bytearray(data), dtype=torch.uint8), said["square"])
             if said.get("signature"):
-                self._signed.append(_Signed(reducer, said["key"], group.id, share_digest(hashes), said["signature"]))
+                self._signed.append(_Signed(reducer, said["key"], group.id, given.digest(said["inputs"]), said["signature"]))
                 del self._signed[:-_KEPT]
 
     async def frame_forever(self) -> None:
@@ -174,9 +185,14 @@ class Framing:
 async def _take(reduction: Reduction, frames: Frames) -> None:
     with contextlib.suppress(Gone, PeerLost):
         reduction.came(frames.peer)
-        for index in range(len(reduction.parts) if frames.peer in reduction.senders else 0):
-            _, sent = await frames.receive(40)
-            reduction.add(frames.peer, index, torch.frombuffer(bytearray(sent), dtype=torch.uint8))
+        hashes = []
+        for index, part in enumerate(reduction.parts if frames.peer in reduction.senders else ()):
+            said, sent = await frames.receive(40)
+            data = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+            hashes.append(part_hash(part, data))
+            if index == len(reduction.parts) - 1:
+                reduction.inputs[frames.peer] = Input(peer=frames.peer, digest=tree_digest(hashes), signature=said["signature"], key=said["key"])
+            reduction.add(frames.peer, index, data)
 
 
 def _group(parent: str, said: Record) -> Group:

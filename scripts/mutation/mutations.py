@@ -270,6 +270,21 @@ MUTATIONS = (
         world=("--members", "--two_faced", "--peers=4", "--hours=0.05", "--faults=none"),
     ),
     Mutation(
+        "checkers_compare_nothing",
+        "a checker takes every mean for right, so a reducer may give all a wrong one for ever",
+        "    return bool((abs(mean - exact) > slack)[real].any())\n",
+        "    return False\n",
+        under="swarm/wrong_means.py",
+        world=("--members", "--wrong_mean", "--peers=4", "--hours=0.08", "--faults=none"),
+    ),
+    Mutation(
+        "anybody_may_check",
+        "a lot counts whoever signed it, so anybody may ask everybody for what it sent",
+        "        if not self._node.is_lot(channel.peer, statement, asked.key, asked.lot) or not is_drawn(asked.lot, len(kept.group.peers)):\n",
+        "        if False:\n",
+        world=("--members", "--wrong_mean", "--peers=4", "--hours=0.05", "--faults=none"),
+    ),
+    Mutation(
         "certificates_count_for_nothing",
         "in a run for members a newcomer goes by who is live, whatever state the others have certified",
         "        if not self._seals.needed:\n            return Judgement(strangers)\n",

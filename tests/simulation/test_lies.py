@@ -6,7 +6,7 @@ import pytest
 
 from simulation.checks import Breach, Checks
 from simulation.faults import parse_strikes
-from simulation.lies import MOST_PARTED, Lies
+from simulation.lies import MOST_PARTED, MOST_TAKEN, Lies
 from simulation.world import Scenario, World
 from tests.simulation.test_scenarios import assert_holds
 
@@ -26,10 +26,21 @@ def test_a_reducer_that_gives_one_member_another_mean_is_banned_within_twenty_ro
 
 def test_peers_that_die_and_lose_their_disks_are_not_framed_by_a_reducer_that_lies():
     strikes = "failpoint@60/1(name=mean_complete,action=power,seconds=5);failpoint@90/2(name=outer_step,action=kill,seconds=5)"
-    world = World(Scenario(seed=6, peers=4, hours=0.03, members=True, two_faced=True, strikes=parse_strikes(strikes)))
+    world = World(Scenario(seed=10, peers=4, hours=0.03, members=True, two_faced=True, strikes=parse_strikes(strikes)))
     outcome = world.play()
     assert_holds(outcome)
     assert outcome.failpoints == {"mean_complete": 1, "outer_step": 1} and world.checks.lies.proven.keys() <= world.strangers
+
+
+@pytest.mark.parametrize("wire", ["fp16", "int4"])
+def test_a_reducer_that_gives_all_one_wrong_mean_is_banned_within_twenty_rounds(wire):
+    world = World(Scenario(seed=5, peers=4, hours=0.015, faults=(), members=True, wrong_mean=True, wire=wire))
+    assert_holds(world.play())
+    lies = world.checks.lies
+    assert lies.proven and lies.proven.keys() <= world.strangers and 1 <= len(lies.taken[min(lies.proven)]) <= 20
+    told = {machine.peer: machine.disk.root() / "state" / "proofs.json" for machine in world.machines}
+    assert all(path.exists() for path in told.values()), "every honest peer has the proof"
+    assert {*world.server.proven.peers()} == lies.proven.keys(), "so has the server"
 
 
 # ---------------------------------------------------------------- the checks themselves
@@ -70,3 +81,14 @@ def test_lies_that_nobody_proves_are_a_breach_after_twenty_rounds():
     assert not lies.parts(("0", MEMBERS)), "a third state of one round is no other round"
     assert "nobody has a proof" in lies.parts(("last", MEMBERS))
     assert not lies.proves("QmLiar", {"QmLiar"}) and not lies.parts(("more", MEMBERS))
+
+def test_wrong_means_that_nobody_proves_are_a_breach_after_twenty_rounds_of_one_liar():
+    lies = Lies()
+    for number in range(MOST_TAKEN):
+        for liar in ("QmOne", "QmTwo"):
+            lies.told(f"{liar} {number}", MEMBERS, liar)
+    assert not any(lies.takes((f"QmOne {number}", MEMBERS)) for number in range(MOST_TAKEN - 1))
+    assert not lies.takes(("QmTwo 0", MEMBERS)) and not lies.takes(("an honest one", MEMBERS))
+    assert "nobody has a proof" in lies.takes((f"QmOne {MOST_TAKEN - 1}", MEMBERS))
+    assert not lies.proves("QmOne", {"QmOne"}) and not lies.takes((f"QmOne {MOST_TAKEN - 1}", MEMBERS))
+

@@ -8,9 +8,10 @@ import pytest
 
 from swarm.members import Members, sign_membership
 from swarm.peer_key import PeerKey
-from swarm.proofs import MOST_PROOFS, Proof, Proofs, statement
+from swarm.proofs import MOST_PROOFS, Proof, Proofs
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
+from swarm.statements import statement
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,10 @@ class Signs(Protocol):
 
     def has_signed(self, peer: str, statement: bytes, key: str, signature: str) -> bool: ...
 
+    def lot(self, statement: bytes) -> str: ...
+
+    def is_lot(self, peer: str, statement: bytes, key: str, lot: str) -> bool: ...
+
 
 class Seals:
     """The seals of one run: our own are made, and others' are checked."""

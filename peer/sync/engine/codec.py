@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from peer.sync.engine.vectors import Schema
+from swarm.slices import Layout
 
 PART_ELEMENTS = 256 << 10
 """512 KiB at fp16: small enough to pipeline and to stay in a core's cache, large enough that Python's share stays small."""
@@ -26,6 +27,9 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class Codec(Protocol):
+    name: str
+    """As `swarm.slices` knows it."""
+
     def num_bytes(self, elements: int) -> int:
         """Bytes of this many encoded elements."""
         ...
@@ -40,6 +44,8 @@ class Codec(Protocol):
 
 
 class Fp32:
+    name = "fp32"
+
     def num_bytes(self, elements: int) -> int:
         return 4 * elements
 
@@ -52,6 +58,8 @@ class Fp32:
 
 
 class Fp16:
+    name = "fp16"
+
     def num_bytes(self, elements: int) -> int:
         return 2 * elements
 
@@ -75,6 +83,10 @@ class Blocks:
 
     bits: int
     block: int
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
 
     def num_bytes(self, elements: int) -> int:
         return self._count(elements) * (2 + self.block * self.bits // 8)
@@ -149,6 +161,11 @@ class Part:
     @property
     def num_bytes(self) -> int:
         return self.stop - self.begin
+
+    @property
+    def layout(self) -> Layout:
+        """How its bytes are cut and hashed."""
+        return Layout(self.codec.name, self.end - self.start)
 
     def of(self, vector: Tensor) -> Tensor:
         """This part of a (size,) vector."""

@@ -28,6 +28,7 @@ from peer.sync.engine.round.averaging import RoundFailed
 from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.round.catch_up import CatchUp
 from peer.sync.engine.round.certificates import Certificates
+from peer.sync.engine.round.checks import SpotChecks
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
 from peer.sync.engine.round.equivocation import LOOK_SECONDS, Equivocation
@@ -148,6 +149,7 @@ class Replica:
             seals=ShareSeals(run.digest, node) if self.members.needed else None, auditor=auditor, clock=clock, rng=self._rng,
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
+        self._checks = SpotChecks(run, node, streams, wire, self.members.proofs, self.neighbours.others, clock, self._rng)
         forsaken = store.forsaken or bool(store.discarded.names)
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
         # What is kept of our states, what is handed out, and what others see of us.
@@ -212,7 +214,7 @@ class Replica:
             await self._look_and_back_off(contribution, error)
         else:
             if done is not None:
-                await self._commit(done)
+                await self._commit(done, contribution)
         self.phase.set(Phase.TRAIN)
 
     async def _finish(self) -> None:
@@ -243,6 +245,7 @@ class Replica:
         if self.members.needed:
             await self._evidence.serve()
             await self._equivocation.serve()
+            await self._checks.serve()
         await self._presence.publish()
         await self.neighbours.read()
 
@@ -265,7 +268,7 @@ class Replica:
             self._donor.close()
 
     def _for_members(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        return (self._gather_seals_forever, self._evidence.ask_forever, self._compare_forever) if self.members.needed else ()
+        return (self._gather_seals_forever, self._evidence.ask_forever, self._compare_forever, self._check_forever) if self.members.needed else ()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
         """Live until one of `ends` does, or life itself; then leave in order. Raises what the first of them to end raised."""
@@ -415,13 +418,14 @@ class Replica:
             self._look()
         return self.state.value is not parent
 
-    async def _commit(self, done: Round) -> None:
+    async def _commit(self, done: Round, contribution: Contribution) -> None:
         """The round is ours: its state, and what is to be told of it."""
         if self.status.had(done) and not self.assists:
             self.trainer.news(self.status.advice())
         if done.how == "averaged":
             self.met.averaged(done.group.peers - {self.node.peer_id})
             self._equivocation.averaged(done)
+            self._checks.averaged(done, contribution.encoded)
             if done.mean.excerpts is not None:
                 self._auditor.averaged(done.state.header.round, done.group, done.mean.excerpts)
         self._means.want(done.state, done.mean)
@@ -492,6 +496,11 @@ class Replica:
     async def _compare_forever(self) -> None:
         while True:
             await self._equivocation.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _check_forever(self) -> None:
+        while True:
+            await self._checks.look()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _report_forever(self) -> None:

@@ -6,15 +6,16 @@ import dataclasses
 import pytest
 import torch
 
-from peer.sync.engine.codec import PART_ELEMENTS
+from peer.sync.engine.codec import PART_ELEMENTS, Wire
 from peer.sync.engine.net.messages import Shares, SignedShare
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager
 from peer.sync.engine.round.equivocation import SHARES
-from peer.sync.engine.round.share_seals import ShareSeals, part_hash, share_digest
+from peer.sync.engine.round.share_seals import Given, ShareSeals
 from swarm.errors import ExitCode, UserError
-from swarm.proofs import Proof, Proofs, statement
+from swarm.proofs import Proof, Proofs
 from swarm.signing import HostKey
+from swarm.statements import statement
 from tests.peer.sync.replicas import make_run
 from tests.peer.sync.swarm_tools import until
 from tests.peer.sync.test_members import member
@@ -35,15 +36,15 @@ class TwoFaced(Averager):
     signs = True
 
     async def _serve(self, channel):
-        honest, hashes = channel.send, []
+        honest, given = channel.send, Given()
 
         async def send(message, payload=b"", *, seconds):
             if channel.peer == self.victim and hasattr(message, "square"):
                 data = torch.frombuffer(bytearray(payload), dtype=torch.int16).flip(0).view(torch.uint8)
-                hashes.append(part_hash(data, message.square))
+                group, reduction = next((group, each) for group, each in self._reductions.items() if channel.peer in each.senders)
+                given.add(reduction.parts[len(given.hashes)], data, message.square)
                 if message.signature:
-                    group = next(group for group in self._reductions if channel.peer in self._reductions[group].senders)
-                    signature = self.node.sign(statement(self._seals._run, group, share_digest(hashes)))
+                    signature = self.node.sign(statement(self._seals._run, group, given.digest(message.inputs)))
                     message = message.model_copy(update={"signature": signature if self.signs else message.signature})
                 payload = memoryview(data.numpy())
             await honest(message, payload, seconds=seconds)
@@ -193,10 +194,10 @@ def test_what_a_reducer_gave_must_be_what_it_signed_by_the_key_that_it_brings():
             seals.check("Qme", "g", "a", signature, foreign)
 
 
-def test_another_order_of_parts_or_another_square_is_another_share():
-    one, two = part_hash(torch.zeros(4, dtype=torch.uint8), 1.0), part_hash(torch.ones(4, dtype=torch.uint8), 1.0)
-    assert share_digest([one, two]) != share_digest([two, one])
-    assert part_hash(torch.zeros(4, dtype=torch.uint8), 2.0) != one
+def test_another_square_or_other_inputs_are_another_share():
+    (part,), zeros = Wire("fp16", 2).parts, torch.zeros(4, dtype=torch.uint8)
+    digests = {Given([(part, zeros, square)]).digest(inputs) for square in (1.0, 2.0) for inputs in "ab"}
+    assert len(digests) == 4
 
 
 def test_proofs_of_a_replica_are_on_its_disk(virtual, key):
@@ -208,3 +209,15 @@ def test_proofs_of_a_replica_are_on_its_disk(virtual, key):
         assert Proofs(one.run, one.node.has_signed, path=one.folder / "state" / "proofs.json").all == (proof,)
 
     virtual(scenario)
+
+def test_what_a_member_sent_must_be_what_it_signed_for_this_reducer_and_group():
+    """Else it could sign something else later, and the reducer would seem to have lied."""
+    seals = ShareSeals("run", Node())
+    sent = seals.sign_input("g", "Qme", [bytes(32)])
+    assert seals.check_input("g", sent) == sent and sent.peer == "Qme"
+    elsewhere = seals.sign_input("g", "Qother", [bytes(32)])
+    for group, wrong in (("h", sent), ("g", elsewhere), ("g", dataclasses.replace(sent, digest="0")), ("g", dataclasses.replace(sent, signature=""))):
+        with pytest.raises(PeerLost, match="did not sign what it sent") as caught:
+            seals.check_input(group, wrong)
+        assert caught.value.culprits == ("Qme",)
+

@@ -18,8 +18,11 @@ from peer.sync.engine.net.messages import (
     Certified,
     Chunk,
     Fetch,
+    InputPart,
     Join,
     LinkPiece,
+    Look,
+    Looked,
     MeanOffer,
     MeanPart,
     Message,
@@ -30,8 +33,10 @@ from peer.sync.engine.net.messages import (
     Share,
     Shares,
     SignedShare,
+    Sought,
     StateOffer,
     Wait,
+    WrongMeans,
     read,
     read_header,
 )
@@ -39,6 +44,8 @@ from peer.sync.engine.state import ANCESTORS_KEPT, ELDER_CHARACTERS, ELDERS_KEPT
 from scripts.fuzzing.mutate import MSGPACK_NAMES, MSGPACK_VALUES, mutated
 from swarm.proofs import Proof
 from swarm.records import Membership
+from swarm.statements import Input
+from swarm.wrong_means import MOST_GROUP_BYTES, MOST_PATH_BYTES, MOST_SLICE_BYTES, Place, Slice, WrongMean
 
 PEERS = ["Qm" + letter * 44 for letter in "abcdefgh"]
 HEAD = Head("d" * 64, 12, ("e" * 64, "f" * 64))
@@ -58,6 +65,12 @@ def sealed(round: CommittedRound) -> Certificate:
     return Certificate(round, tuple(Signer(each.peer, "ssh-rsa AAAA", "A" * 342 + "==", membership) for each in round.members))
 
 
+INPUT = Input(peer=PEERS[0], digest="0a" * 32, signature="AAAA", key="ssh-rsa AAAA")
+SLICE = Slice(data="AAAA", path="BBBB")
+WRONG = WrongMean(
+    accused="QmLiar", key="ssh-rsa AAAA", signature="AAAA", group="[]", means="0b" * 32, squares="0c" * 32, inputs=(INPUT,),
+    place=Place(position=1, count=2, number=3, format="int8", elements=4096), mean=SLICE, sent=(SLICE,),
+)  # fmt: skip
 HONEST = [
     Nothing(),
     Refusal(error="the group is closed", culprits=tuple(PEERS), hearsay=True),
@@ -81,6 +94,10 @@ HONEST = [
         shares=(SignedShare(reducer="QmReducer", digest="0a" * 32, signature="AAAA"),),
         proofs=(Proof(accused="QmLiar", key="ssh-rsa AAAA", group="0f" * 32, digests=("0a", "0b"), signatures=("AAAA", "BBBB")),),
     ),
+    InputPart(signature="AAAA", key="ssh-rsa AAAA"),
+    Look(group="0f" * 32, lot="AAAA", key="ssh-rsa AAAA", sought=(Sought(reducer="QmReducer", position=3, number=7),)),
+    Looked(inputs=(INPUT,), slices=(SLICE,)),
+    WrongMeans(known=("QmLiar",), proof=WRONG),
     Chunk(chunk=3),
     LinkPiece(more=True, pieces=4),
 ]
@@ -147,6 +164,11 @@ def within_bounds(value: object) -> None:
         assert len(value) <= MOST_MEMBERS
         for inner in value:
             within_bounds(inner)
+    elif isinstance(value, Slice):
+        assert len(value.data) <= 4 * MOST_SLICE_BYTES // 3 + 4 and len(value.path) <= 4 * MOST_PATH_BYTES // 3 + 4
+    elif isinstance(value, WrongMean) and value.group:
+        assert len(value.group) <= MOST_GROUP_BYTES
+        within_bounds(dataclasses.replace(value, group=""))
     elif dataclasses.is_dataclass(value):
         within_bounds({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     elif isinstance(value, Message):

@@ -40,12 +40,16 @@ from peer.sync.engine.state import (
     Header,
 )
 from swarm.proofs import MOST_PROOFS, Proof
-from swarm.proofs import Key as PeerPublicKey
-from swarm.proofs import Signature as PeerSignature
 from swarm.records import SEAL, Membership
 from swarm.signing import SIGNATURE
+from swarm.statements import Input
+from swarm.statements import Key as PeerPublicKey
+from swarm.statements import Signature as PeerSignature
 from swarm.unpacking import fault
+from swarm.wrong_means import MOST_SENDERS, Slice, WrongMean
 
+MOST_LOOKS = 4
+"""Reducers of whose means one check sees a slice."""
 MAX_WAIT_SECONDS = 300.0
 """Nobody is waited for longer, whatever it says."""
 MOST_NAMED = 8
@@ -279,11 +283,20 @@ class Share(Message):
     group: Text
 
 
+class InputPart(Message):
+    """With one encoded part of what a member brings. signature, key: with the last one for a share, in a run for members: its sender's for all of
+    them, and the public key that made it."""
+
+    signature: PeerSignature = ""
+    key: PeerPublicKey = ""
+
+
 class MeanPart(Message):
-    """With the encoded mean of one part: the sum of squares of its values. signature, key: with the last part of a share, its reducer's for the
-    share's mean and the public key that made it, in a run for members."""
+    """With the encoded mean of one part: the sum of squares of its values. In a run for members, with the last part of a share: the
+    digest of the inputs that it was made of, its reducer's signature, and the public key that made it."""
 
     square: Annotated[Measured, Field(ge=0, le=_LARGEST_SQUARE)]
+    inputs: Text = ""
     signature: PeerSignature = ""
     key: PeerPublicKey = ""
 
@@ -348,6 +361,38 @@ class Shares(Message):
 
     def wire(self) -> dict[str, Any]:
         return {"group": self.group, "shares": [vars(share) for share in self.shares], "proofs": [vars(proof) for proof in self.proofs]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sought:
+    """A slice of what the asked one sent: `number` of part `position` of the share of `reducer`."""
+
+    reducer: Text
+    position: Count
+    number: Count
+
+
+class Look(Message):
+    """To a member of a group, from one that was drawn to check its round. lot, key: show that; sought: what it wants to see."""
+
+    group: Text
+    lot: PeerSignature
+    key: PeerPublicKey
+    sought: Annotated[tuple[Sought, ...], Field(max_length=MOST_LOOKS)]
+
+
+class Looked(Message):
+    """inputs: what the members signed of what they sent, if the asked one reduced; slices: those sought, if it is a member."""
+
+    inputs: Annotated[tuple[Input, ...], Field(max_length=MOST_SENDERS)] = ()
+    slices: Annotated[tuple[Slice, ...], Field(max_length=MOST_LOOKS)] = ()
+
+
+class WrongMeans(Message):
+    """known: of whom the sender knows that they signed a wrong mean; proof: one that the other lacks."""
+
+    known: Annotated[tuple[Text, ...], Field(max_length=MOST_PROOFS)] = ()
+    proof: WrongMean | None = None
 
 
 class Chunk(Message):

@@ -2,13 +2,13 @@
 these follows how long a mean can be."""
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peer.contracts import Member
 from peer.sync.engine.net.streams import PeerLost
+from swarm.weights import factors
 
 _ROUNDING, _TINY = 1 + 1e-3, 1e-30
 """Sums of squares in float32 are off by 2.4e-4 at most (measured: 262,144 equal values), and by whatever is too small for them."""
@@ -28,16 +28,8 @@ class Clipping:
     centered: bool = False
 
     def factors(self, members: Sequence[Member], norms: Sequence[float]) -> list[float]:
-        """What each member's contribution is multiplied with, at most 1.
-
-        With an even number of members the lower median is used, with two the smaller norm: the other may be a liar's. Norms of zero are
-        left out of the median. norms: empty where there is nothing to compare.
-        """
-        if not self.times or not any(norms):
-            return [1.0] * len(members)
-        sizes = [member.samples if self.per_sample else 1 for member in members]
-        limit = self.times * statistics.median_low([norm / size for norm, size in zip(norms, sizes, strict=True) if norm])
-        return [min(1.0, limit * size / norm) if norm else 1.0 for norm, size in zip(norms, sizes, strict=True)]
+        """What each member's contribution is multiplied with, at most 1 (`swarm/weights.py`). norms: empty where there is nothing to compare."""
+        return factors(norms, [member.samples if self.per_sample else 1 for member in members], self.times)
 
     def longest_mean(self, members: Sequence[Member], norms: Sequence[float]) -> float:
         """The norm of the members' weighted mean, if all contributions pointed the same way; infinity where no norms are stated."""

@@ -123,7 +123,7 @@ class Equivocation:
 
     def _said(self, kept: _Kept | None) -> Shares:
         """Either: what 512 reducers signed takes as much room as a message has."""
-        return Shares(group=kept.group, shares=kept.said()) if kept else Shares(proofs=self._proofs.all)
+        return Shares(group=kept.group, shares=kept.said()) if kept else Shares(proofs=self._proofs.of_two_means)
 
     def _hear(self, said: Shares, kept: _Kept | None) -> None:
         mine = self._compared(kept, said.shares) if kept is not None and said.group == kept.group else ()

@@ -1,7 +1,6 @@
 """A round before it begins: who brings what, who takes part, and whether a group that a leader announced can be one."""
 
 import functools
-import statistics
 from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +9,9 @@ from peer.sync.engine.net.messages import Announcement, Join
 from peer.sync.engine.net.streams import PeerLost, Refused
 from peer.sync.engine.state import MOST_COUNT, Head
 from swarm.bans import TRUSTED_NEEDED
-from swarm.digest import digest_json
+from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.receipts import Receipts
+from swarm.weights import counted
 
 NO_RECEIPTS = Receipts()
 
@@ -64,25 +64,21 @@ class Group:
     leader: str = field(default="", compare=False)
 
     @functools.cached_property
-    def id(self) -> str:
+    def described(self) -> str:
+        """What its name is the digest of, as JSON: who has that name knows the group (`swarm/wrong_means.py`)."""
         members = [[m.peer, m.number, m.samples] for m in self.members]
         receipts = list(map(bool, self.receipts))
-        return digest_json([self.parent, members, list(self.reducers), list(self.draws), self.attempt, list(self.norms), receipts])
+        return canonical_json([self.parent, members, list(self.reducers), list(self.draws), self.attempt, list(self.norms), receipts]).decode()
+
+    @functools.cached_property
+    def id(self) -> str:
+        return digest_bytes(self.described.encode())
 
     @functools.cached_property
     def weighed(self) -> tuple[Member, ...]:
-        """The members, each with the samples as which its contribution counts in the mean.
-
-        With a receipt: all. Without one: at most the lower median of those with one, or that of all claims if it is higher, since otherwise
-        two members with tiny receipts would make the others' work count for nothing. Where nobody has one: all.
-        """
-        proved = [member.samples for member, receipt in zip(self.members, self.receipts, strict=False) if receipt]
-        if not proved:
-            return self.members
-        most = max(statistics.median_low(proved), statistics.median_low(member.samples for member in self.members))
-        return tuple(
-            m if receipt else replace(m, samples=min(m.samples, most)) for m, receipt in zip(self.members, self.receipts, strict=True)
-        )
+        """The members, each with the samples as which its contribution counts in the mean (`swarm/weights.py`)."""
+        counts = counted([member.samples for member in self.members], list(map(bool, self.receipts)))
+        return tuple(replace(member, samples=count) for member, count in zip(self.members, counts, strict=True))
 
     @property
     def samples(self) -> int:

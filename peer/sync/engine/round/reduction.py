@@ -19,7 +19,8 @@ from peer.sync.engine.round.centering import centre, even_shares, products
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.excerpts import Excerpts
 from peer.sync.engine.round.groups import Group
-from peer.sync.engine.round.share_seals import SealedShare, ShareSeals, part_hash, share_digest
+from peer.sync.engine.round.share_seals import Given, SealedShare, ShareSeals
+from swarm.statements import Input, inputs_digest
 from swarm.tasks import within
 
 PART_SECONDS = 30.0
@@ -71,6 +72,8 @@ class Run:
     traffic: Traffic = field(default_factory=Traffic)
     shares: dict[str, SealedShare] = field(default_factory=dict)
     """Reducer -> what it signed for us; in a run for members."""
+    sent: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    """Reducer -> the hashes of the parts that we sent for its share, ours included; likewise."""
     void: bool = False
     """Whether a reducer has told us that nobody has the whole mean, nor ever will."""
 
@@ -119,7 +122,9 @@ class Reduction:
         self._scratch = torch.empty(2 if self._shares is None else 1 + len(self.senders), PART_ELEMENTS)
         self._received: list[dict[str, Tensor]] = [{} for _ in parts]
         self._means = [asyncio.get_running_loop().create_future() for _ in parts]
-        self._signature: asyncio.Future[tuple[str, str]] | None = None
+        self.inputs: dict[str, Input] = {}
+        """Sender -> what it signed; in a run for members."""
+        self._signature: asyncio.Future[tuple[str, str, str]] | None = None
 
     def came(self, peer: str) -> None:
         """`peer` wants to send its parts and take the averages, which it may do once. Raises PeerLost."""
@@ -169,13 +174,19 @@ class Reduction:
                 self.fail(PeerLost(f"{names(missing)} sent no part for {seconds:g} s", missing))
         return future.result()
 
-    async def signature(self, seals: ShareSeals) -> tuple[str, str]:
-        """Ours for the whole mean of our share, which is there, and our key; made once."""
-        if self._signature is None:
-            means = [mean.result() for mean in self._means]
+    @property
+    def signed_inputs(self) -> tuple[Input, ...]:
+        """By the order of their senders."""
+        return tuple(self.inputs[peer] for peer in sorted(self.inputs))
 
-            def sign() -> tuple[str, str]:  # in a thread: a share of 860 MB takes a second to hash
-                return seals.sign(self.run.group.id, share_digest(part_hash(*mean) for mean in means))
+    async def signature(self, seals: ShareSeals) -> tuple[str, str, str]:
+        """Ours for the whole mean of our share, which is there, our key, and the digest of what it was made of; made once."""
+        if self._signature is None:
+            means = [(part, *mean.result()) for part, mean in zip(self.parts, self._means, strict=True)]
+            inputs = inputs_digest(self.signed_inputs)
+
+            def sign() -> tuple[str, str, str]:  # in a thread: a share of 860 MB takes a second to hash
+                return *seals.sign(self.run.group.id, Given(means).digest(inputs)), inputs
 
             self._signature = asyncio.get_running_loop().run_in_executor(None, sign)
         return await asyncio.shield(self._signature)

@@ -188,7 +188,7 @@ class Final:
 
 @dataclass(frozen=True)
 class Proven:
-    """Proofs that peers signed two means of one share, for the dataset server."""
+    """Proofs that peers lied about a mean, for the dataset server."""
 
     proofs: list[Mapping[str, Any]]
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from swarm.life import answer_with_stacks
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 from swarm.members import Members, read_membership
-from swarm.proofs import Proof
+from swarm.proofs import AnyProof, Proof
 from swarm.run_config import RunConfig
 
 log = logging.getLogger("peer.sync.engine.trainer.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
@@ -88,11 +89,13 @@ class TrainerLine:
             self._last_seen = now
             self.send(Seen(values()))
 
-    def proven(self, proofs: Collection[Proof]) -> None:
+    def proven(self, proofs: Collection[AnyProof]) -> None:
         """One of each accused, once: each start tells of those on the disk as well."""
-        if news := [proof for proof in proofs if proof.accused not in self._accused][:_PROOFS_AT_ONCE]:
+        news = [proof for proof in proofs if proof.accused not in self._accused]
+        # One of a wrong mean takes as much room as a message has.
+        if news := [proof for proof in news if isinstance(proof, Proof)][:_PROOFS_AT_ONCE] or news[:1]:
             self._accused |= {proof.accused for proof in news}
-            self.send(Proven([dict(vars(proof)) for proof in news]))
+            self.send(Proven([asdict(proof) for proof in news]))
 
 
 def main(descriptor: int) -> int:

@@ -53,7 +53,7 @@ from peer.sync.engine.vectors import Schema, flatten
 from swarm import advice, bans, files, members
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
-from swarm.proofs import PROOFS, Proof
+from swarm.proofs import PROOFS, AnyProof
 from swarm.records import CATCHING_UP, DONE
 
 log = logging.getLogger(__name__)
@@ -446,7 +446,7 @@ class _News:
         self.final: list[int] = []
         self.dropped: list[int] = []
         self.final_rounds: list[CommittedRound] = []
-        self.proven: list[Proof] = []
+        self.proven: list[AnyProof] = []
 
     def report(self, *, wait: bool, done: bool) -> SyncReport:
         if self.frozen in self.dropped:  # lost before its number was told: to whoever keeps the books, its samples are still open ones
