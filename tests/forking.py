@@ -180,12 +180,13 @@ def _fork_workers(tests: Sequence[str], listener: int) -> int | None:
     """Import the tests, once for all workers, and fork these. Their asserts are rewritten; bytecode is written where a clone has none yet."""
     import pytest
 
+    words = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
     helper = os.fork()
-    pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *tests], plugins=[_Importing(half=int(bool(helper)))])
+    pytest.main(words, plugins=[_Importing(half=int(bool(helper)))])
     if not helper:
         os._exit(0)
     os.waitpid(helper, 0)
-    pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *tests], plugins=[_Importing()])
+    pytest.main(words, plugins=[_Importing()])
     gc.collect()
     gc.freeze()
     ended, _alive = os.pipe()  # for ever: we end with the process that forked us
