@@ -1,48 +1,24 @@
 """`dd-export`: a result in another form, `dd-export output --format single_file --out mine.safetensors`.
 
-What to export is a result, a checkpoint, a state that an assisting peer kept, or the newest one of a run, fetched from who holds it. A state holds what was trained, as one vector without
-names; those, and whatever was not trained, come from the run's base model.
+What to export is a result, a checkpoint, a state that an assisting peer kept, or the newest one of a run, fetched from who holds it.
 """
 
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
-import torch
-
-from peer.contracts import Params
-from peer.launch.starting_model import load_model, source_of
-from peer.loop.train import load_result
-from peer.results import loading
-from peer.results.checkpoint import Checkpoints, about, replacing
-from peer.results.forms.embedding import write_embedding
-from peer.results.forms.lora import write_lora_diffusers, write_lora_kohya
-from peer.results.forms.single_file import write_single_file
-from peer.results.header import header
-from peer.results.result import Result, read_result, tidy, write_result
-from peer.rooms import load_part
-from peer.sync.engine.outer import load_strategy
-from peer.sync.engine.state import BadState, State
-from peer.sync.engine.transfer.disk import read_state
-from peer.sync.engine.vectors import Flat, Schema
 from swarm.arguments import ArgumentParser
-from swarm.base_model import family_of
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import UserError, run_program
 from swarm.interrupts import interruptible
 from swarm.logs import setup_logging
 from swarm.options import build, option, options, parse_flags
-from swarm.run.method import method_named
-from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""PyTorch's names for them."""
 _FORMATS = ("diffusers", "single_file", "lora_diffusers", "lora_kohya", "embedding")
 
 
@@ -64,7 +40,7 @@ class ExportConfig:
         "lora_diffusers (ComfyUI, Forge), lora_kohya (kohya's scripts, A1111, ComfyUI, Forge), embedding: what was trained alone, in one file.",
         choices=_FORMATS,
     )
-    dtype: str = option("fp32", "Precision of the numbers in a file; folders are fp32.", choices=tuple(_DTYPES))
+    dtype: str = option("fp32", "Precision of the numbers in a file; folders are fp32.", choices=tuple(DTYPES))
     model: str = option("", "The run's base model; default: where the run says.")
     model_config: str = option("", "For a .safetensors --model: diffusers folder or Hub id whose configs it is read with.")
     token: str = option("", "With a URL: what the host gave you; better in the environment, as DD_TOKEN.")
@@ -93,154 +69,10 @@ def main(argv: Sequence[str]) -> None:
     out = Path(config.out)
     if config.format != "diffusers" and out.suffix != ".safetensors":
         out = out.with_name(f"{out.name}.safetensors")
-    with _here(config, out) as place, found(place, config, out) as result:
-        write(result, config, out)
+    from peer.results.exporting import export  # with PyTorch, for which --help need not wait 5 s
+
+    export(config, out)
     log.info("exported %s from %s", out, config.state)
-
-
-@contextmanager
-def _here(config: ExportConfig, out: Path) -> Iterator[Path]:
-    """What is to be exported, on this machine; fetched into a folder that is gone afterwards."""
-    if not config.state.startswith(("http://", "https://", "/ip4/", "/ip6/", "/dns")):
-        yield Path(config.state)
-        return
-    from peer.results.fetching import fetch_state
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".fetching-", dir=out.parent) as scratch:
-        access = {"token": config.token, "host_key": config.host_key, "seconds": config.wait_seconds}
-        yield fetch_state(config.state, Path(scratch), **access, look=lambda run: source_of(run, _elsewhere(config)))
-
-
-def write(result: Path, config: ExportConfig, out: Path) -> None:
-    """The result's folder in the form asked for."""
-    kept = read_result(result)
-    if config.format == "diffusers":
-        with replacing(out) as folder:
-            _whole(result, kept, config).save(folder)
-            tidy(folder)
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part, dtype = out.with_name(f".{out.name}.writing"), _DTYPES[config.dtype]
-    try:
-        if config.format == "single_file":
-            if kept and (why := method_named(kept.run.method).in_one_file):
-                raise UserError(why, fix="Use --format embedding, beside the base model's own file.")
-            model = _whole(result, kept, config)
-            write_single_file(model.pipeline, part, dtype, header(model, kept, out.stem, whole=True))
-        elif config.format == "embedding":
-            write_embedding(result, part, kept.run.family if kept else "", dtype)
-        else:
-            (write_lora_kohya if config.format == "lora_kohya" else write_lora_diffusers)(result, part, dtype)
-        part.replace(out)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _whole(result: Path, kept: Result | None, config: ExportConfig) -> Any:
-    """A model of peer/models with the result in it."""
-    cpu = torch.device("cpu")
-    if (result / "model_index.json").is_file():
-        family = family_of(result)
-        return load_part("models", family).load(result, cpu, RunConfig(model=str(result), family=family))
-    base = kept if kept and config.model else loading.base_of(result)
-    assert base is not None
-    return loading.as_pipeline(base, result, load_model(base.run, _elsewhere(config), cpu))
-
-
-def _elsewhere(config: ExportConfig) -> dict[str, str]:
-    return {"model": config.model, "model_config": config.model_config}
-
-
-@contextmanager
-def found(given: Path, config: ExportConfig, out: Path) -> Iterator[Path]:
-    """The result's folder that `given` stands for, made for the time being from a checkpoint or a state. Raises UserError."""
-    folder = loading.result_in(given)
-    if folder.is_dir() and loading.is_result(folder):
-        yield folder
-        return
-    checkpoint = _checkpoint(given)
-    if checkpoint:
-        place, fill_in = checkpoint, _fill_from_checkpoint
-        run = run_beside(checkpoint.parent)
-    else:
-        place, run = find(given)
-        fill_in = _fill_from_state
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=".exporting-", dir=out.parent) as scratch:
-        yield _made(place, run, fill_in, config, Path(scratch) / "result")
-
-
-def _made(place: Path, run: RunConfig, fill_in: Callable[..., tuple[int, int]], config: ExportConfig, target: Path) -> Path:
-    """A result folder from the parameters in a checkpoint or state."""
-    model = load_model(run, _elsewhere(config), torch.device("cpu"))
-    method = load_part("methods", run.method).build(run)
-    params = method.attach(model)
-    rounds, samples = fill_in(params, place, run)
-    log.info("exported round=%d samples=%d state=%s", rounds, samples, place.name)
-    write_result(
-        method, model, params, target, loading.at(Result.of(run, samples=samples, round=rounds), config.model, config.model_config)
-    )
-    return target
-
-
-def _checkpoint(given: Path) -> Path | None:
-    """The newest checkpoint of an --output_dir, or `given` itself when it is one."""
-    if (given / "manifest.json").is_file():
-        return given
-    paths = Checkpoints(given, keep=1).paths() if given.is_dir() and not (given / "settled").is_dir() else []
-    return paths[-1] if paths else None
-
-
-def _fill_from_checkpoint(params: Params, path: Path, run: RunConfig) -> tuple[int, int]:
-    """Put what was trained into `params`; round and samples. A damaged checkpoint is passed over for the one before."""
-    loaded = Checkpoints(path.parent, keep=1).load(str(path))
-    assert loaded is not None
-    load_result(params, loaded[1])
-    said = about(loaded[0])
-    return said["round"], said["samples"]
-
-
-def _fill_from_state(params: Params, path: Path, run: RunConfig) -> tuple[int, int]:
-    header = fill(params, path, run).header
-    return header.round, header.samples
-
-
-def find(given: Path) -> tuple[Path, RunConfig]:
-    """The state's file, and the run that it is of. Raises UserError."""
-    if given.is_file():
-        return given, run_beside(given.resolve().parent.parent)
-    kept = sorted((given / "settled").glob("round-*.state"))
-    if not kept:
-        raise UserError(
-            f"There is no final state in {given}, and no result or checkpoint.",
-            fix="Give a result's folder, or the --output_dir of a peer that trained or ran with --assist.",
-        )
-    return kept[-1], run_beside(given)
-
-
-def run_beside(folder: Path) -> RunConfig:
-    """The run that `folder`/run.json describes."""
-    try:
-        saved = json.loads((folder / "run.json").read_text(encoding="utf-8"))["run"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder / 'run.json'}, which describes the state's run, is missing or damaged.", fix="Copy it there.") from None
-    return RunConfig.from_mapping(saved, where=str(folder / "run.json"))
-
-
-@torch.no_grad()
-def fill(params: Params, path: Path, run: RunConfig) -> State:
-    """Put what was trained into `params`. Raises UserError (disk) when the file is damaged or of something else."""
-    schema, slots = Schema.of(params), load_strategy(f"peer.sync.{run.sync}:strategy", run).slots
-    try:
-        state = read_state(path, 4 * schema.size * (1 + slots))
-        if (state.header.run, state.header.schema) != (run.digest, schema.digest):
-            raise BadState("it is of another run or another set of tensors")
-    except (OSError, BadState) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"Cannot use {path}: {reason}.", fix="Give another state with --state.", code=ExitCode.DISK) from None
-    Flat(params).write(0, state.vectors(schema.size)[0])
-    return state
 
 
 def cli() -> int:

@@ -35,9 +35,10 @@ collect_ignore = [] if importlib.util.find_spec("torch_xla") else ["xla"]  # an 
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs):
+def pytest_xdist_setupnodes(config, specs):
+    python = forking.python(config.args)
     for spec in specs:
-        spec.python = forking.python()
+        spec.python = python
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,6 +29,9 @@ _LOADED = (
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion", "datasetserver.server", "uvloop",
 )  # fmt: skip
 _ADDRESS = "DD_TESTS_FORK_OFF"
+_OF_WORKERS = "DD_TESTS_FORK_WORKERS_OFF"
+_ACCOUNT = "DD_TESTS_CPU"
+"""A file for the CPU seconds of each forked process, the test that asked for it, and what it ran. They are in no account of that test's worker."""
 _LONGEST = 1 << 20
 """Bytes of a question, which has an environment in it."""
 _MOST_FILES = 5
@@ -40,12 +43,12 @@ class Forked:
     """A process that was forked off: what tests ask of a `subprocess.Popen`.
 
     call: "module:function", called there with `options`; what it returns is the exit status. files: its stdin, stdout and stderr, and whatever else
-    it has open, as its descriptors from 3 on.
+    it has open, as its descriptors from 3 on. off: the socket of the process that forks, if not of the one that has imported our programs alone.
     """
 
-    def __init__(self, call: str, options: dict[str, Any], files: Sequence[int], *, cwd: Path | str, environ: dict[str, str]):
+    def __init__(self, call: str, options: dict[str, Any], files: Sequence[int], *, cwd: Path | str, environ: dict[str, str], off: str = ""):
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps the borders of what is said
-        self._line.connect(_address())
+        self._line.connect(off or _address())
         question = {"call": call, "options": options, "cwd": str(cwd), "environ": environ}
         socket.send_fds(self._line, [json.dumps(question).encode()], files)
         told = self._line.recv(_LONGEST)
@@ -147,16 +150,22 @@ def lend_to_multiprocessing() -> None:
 # ---------------------------------------------------------------- pytest's workers
 
 
-def python() -> str:
-    """What execnet starts in the place of Python: a few lines of it, whose stdin and stdout a forked process has."""
-    _address()
+def python(tests: Sequence[str]) -> str:
+    """What execnet starts in the place of Python: a few lines of it, whose stdin and stdout a forked process has. tests: what pytest was given."""
+    os.environ[_OF_WORKERS] = _address() + "-workers"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(os.devnull, "r+") as nothing:
+        listener.bind(os.environ[_OF_WORKERS])
+        listener.listen()
+        files = nothing.fileno(), nothing.fileno(), nothing.fileno(), listener.fileno()
+        Forked("tests.forking:_fork_workers", {"tests": [*tests], "listener": 3}, files, cwd=os.getcwd(), environ={**os.environ})
     return shlex.join([sys.executable, "-S", "-I", __file__, "python"])
 
 
 def _stand_in(words: Sequence[str]) -> int:
     """For `python ... -c CODE`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: whoever started us ends us
-    forked = Forked("tests.forking:_run", {"code": words[-1]}, (0, 1, 2), cwd=os.getcwd(), environ={**os.environ})
+    off = os.environ[_OF_WORKERS]
+    forked = Forked("tests.forking:_run", {"code": words[-1]}, (0, 1, 2), cwd=os.getcwd(), environ={**os.environ}, off=off)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)  # else the other side would not see that the worker has closed it
@@ -165,6 +174,39 @@ def _stand_in(words: Sequence[str]) -> int:
 
 def _run(code: str) -> None:
     exec(code, {"__name__": "__main__"})
+
+
+def _fork_workers(tests: Sequence[str], listener: int) -> int | None:
+    """Import the tests, once for all workers, and fork these. Their asserts are rewritten; bytecode is written where a clone has none yet."""
+    import pytest
+
+    words = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    helper = os.fork()
+    pytest.main(words, plugins=[_Importing(half=int(bool(helper)))])
+    if not helper:
+        os._exit(0)
+    os.waitpid(helper, 0)
+    pytest.main(words, plugins=[_Importing()])
+    gc.collect()
+    gc.freeze()
+    ended, _alive = os.pipe()  # for ever: we end with the process that forked us
+    return _live(*_Parent(socket.socket(fileno=listener), ended).fork())
+
+
+class _Importing:
+    """For pytest: test files are imported, all or every second one, and no tests are made of them."""
+
+    def __init__(self, half: int | None = None):
+        self._half, self._seen = half, 0
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        if self._half is None or collection_path.suffix != ".py":
+            return None
+        self._seen += 1
+        return True if self._seen % 2 == self._half else None
+
+    def pytest_pycollect_makeitem(self) -> list:
+        return []
 
 
 # ---------------------------------------------------------------- the process that forks
@@ -178,6 +220,7 @@ class _Parent:
 
     def __init__(self, listener: socket.socket, ended: int):
         self._children: dict[socket.socket, int] = {}  # by the line to who asked; 0 before it has asked
+        self._asked: dict[int, dict[str, Any]] = {}  # by child
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -217,9 +260,11 @@ class _Parent:
         if not text:  # who asked has ended
             self._hang_up(line)
             return None
+        question = json.loads(text)
         pid = self._children[line] = os.fork()
         if not pid:
-            return json.loads(text), files
+            return question, files
+        self._asked[pid] = question
         _tell(line, pid)
         for file in files:
             os.close(file)
@@ -229,7 +274,9 @@ class _Parent:
         self._selector.unregister(line)
         if pid := self._children.pop(line):
             os.kill(pid, signal.SIGKILL)  # which one that has ended does not feel
-            _tell(line, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            _, status, used = os.wait4(pid, 0)
+            _charge(self._asked.pop(pid), used.ru_utime + used.ru_stime)
+            _tell(line, os.waitstatus_to_exitcode(status))
         line.close()
 
     def _let_go(self) -> None:
@@ -243,6 +290,13 @@ class _Parent:
 def _tell(line: socket.socket, number: int) -> None:
     with contextlib.suppress(ConnectionError):  # who asked has ended
         line.send(json.dumps(number).encode())
+
+
+def _charge(question: dict[str, Any], seconds: float) -> None:
+    if file := question["environ"].get(_ACCOUNT):
+        test, options = question["environ"].get("PYTEST_CURRENT_TEST", ""), json.dumps(question["options"])
+        with open(file, "a", encoding="utf-8") as account:
+            account.write(f"{seconds:.2f}\t{test.partition(' ')[0]}\t{question['call']} {options}\n")
 
 
 def _live(question: dict[str, Any], files: list[int]) -> int | None:

@@ -20,6 +20,7 @@ from swarm.errors import STOPPED_AT_ONCE, ExitCode
 from swarm.protocol import BANNED
 from swarm.signed_request import CLOCK_DIFFERS
 from swarm.status import summarize
+from tests.sources import nodes
 from tests.swarm.test_status import a_peer, a_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,13 +187,18 @@ def said_by_the_code() -> set[str]:
     for package in ("swarm", "peer", "datasetserver"):
         for path in (ROOT / package).rglob("*.py"):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            unsaid = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-            unsaid |= {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-            for node in ast.walk(tree):
-                parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-                if node not in unsaid and all(
-                    isinstance(part, ast.FormattedValue) or isinstance(getattr(part, "value", None), str) for part in parts
-                ):
+            unsaid, said = set(), []
+            for node in nodes(tree):
+                if isinstance(node, ast.Expr):
+                    unsaid.add(id(node.value))
+                elif isinstance(node, ast.JoinedStr):
+                    unsaid.update(map(id, node.values))
+                    said.append(node)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    said.append(node)
+            for node in said:
+                if id(node) not in unsaid:
+                    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
                     text = "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
                     found.add(re.sub(r"%[-\d.]*[a-z]", "…", text))
     return found
@@ -209,7 +215,8 @@ def is_said(line: str, texts: set[str]) -> bool:
     """
     pattern = r"\b.*\b".join(r"\W+".join(map(re.escape, words(part))) for part in line.split("…") if words(part))
     begun = "" if line.startswith("…") else r"(?:^|[.;:] )\W*"  # of a text, or of a sentence in it
-    return any(re.search(begun + pattern, text, re.DOTALL) for text in texts)
+    first = words(line)[0]  # of 6,000 texts a few have it
+    return any(re.search(begun + pattern, text, re.DOTALL) for text in texts if first in text)
 
 
 def test_every_line_in_the_page_about_trouble_is_one_that_the_code_says():

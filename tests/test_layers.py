@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import nodes, statements
+
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
     path.relative_to(ROOT).as_posix() for package in ("swarm", "datasetserver", "peer") for path in (ROOT / package).rglob("*.py")
@@ -28,13 +30,12 @@ HOMES = {  # a library: the files and folders that may import it
         "peer/models/",
         "peer/methods/",
         "peer/drawing/",
-        "peer/export.py",
         "peer/results/",
         "peer/generate.py",
         "peer/loop/schedule.py",
         "peer/loop/ema.py",
     ),
-    "transformers": ("peer/models/", "peer/methods/", "peer/export.py", "peer/results/", "peer/loop/optim.py"),
+    "transformers": ("peer/models/", "peer/methods/", "peer/results/", "peer/loop/optim.py"),
     "peft": ("peer/methods/", "peer/results/"),
     "aiohttp": ("datasetserver/", "peer/data/client/", "swarm/page/"),
     "bitsandbytes": ("peer/loop/optim.py", "peer/models/diffusion/packed.py"),
@@ -73,7 +74,7 @@ def imports(file: str) -> set[str]:
     """Modules that `file` imports anywhere, for type checkers only too, as 'a.b' for both `import a.b` and `from a import b`."""
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -131,7 +132,7 @@ def test_an_extra_is_imported_in_one_file(library):
     found = set()
     for file in FILES:
         if library in (text := (ROOT / file).read_text(encoding="utf-8")):
-            texts = [str(node.value) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+            texts = [str(node.value) for node in nodes(ast.parse(text)) if isinstance(node, ast.Constant)]
             if any(re.fullmatch(rf"{library}(\.\w*)*", value) for value in texts) or any(starts(module, library) for module in imports(file)):
                 found.add(file)
     assert found == BY_NAME[library]

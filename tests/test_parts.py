@@ -18,6 +18,7 @@ from swarm.run.optimizer import OPTIMIZERS
 from swarm.run.strategy import strategies
 from swarm.run_config import SECTIONS, RunConfig
 from swarm.run_defaults import DEFAULTS
+from tests.sources import nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON_WORDS = ("none", "parameters", "gradients")
@@ -28,21 +29,28 @@ FILES = sorted(path for package in ("swarm", "datasetserver", "peer") for path i
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.AST:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def said_and_compared(path: Path) -> tuple[dict[str, list[int]], list[ast.Compare]]:
+    """One look at a file, whose tree is not kept: of all files it is half a million nodes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return said_in(tree), [node for node in nodes(tree) if isinstance(node, ast.Compare)]
 
 
-@functools.cache
 def said(path: Path) -> dict[str, list[int]]:
     """The texts in a file with their lines, docstrings and notes below fields left out: nothing is decided by those."""
-    return said_in(tree_of(path))
+    return said_and_compared(path)[0]
 
 
 def said_in(tree: ast.AST) -> dict[str, list[int]]:
-    unsaid = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    unsaid: set[int] = set()
+    texts: list[ast.Constant] = []
+    for node in nodes(tree):
+        if isinstance(node, ast.Expr):
+            unsaid.add(id(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node)
     found: dict[str, list[int]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in unsaid:
+    for node in texts:
+        if id(node) not in unsaid:
             found.setdefault(node.value, []).append(node.lineno)
     return found
 
@@ -113,8 +121,8 @@ def test_nothing_is_decided_by_an_optimizers_name_outside_the_table_and_its_buil
 def test_a_runs_strategy_is_compared_with_no_name():
     wrong, names = [], {*families(), *methods(), *strategies()}
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
-            sides = (node.left, *node.comparators) if isinstance(node, ast.Compare) else ()
+        for node in said_and_compared(path)[1]:
+            sides = (node.left, *node.comparators)
             if any(isinstance(side, ast.Attribute) and side.attr in ("sync", "method", "family") for side in sides):
                 with_ = [side.value for side in sides if isinstance(side, ast.Constant)]
                 wrong += [f"{path.relative_to(ROOT)}:{node.lineno}" for value in with_ if value in names]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import nodes
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MADE = {"options.md"}
@@ -120,7 +122,7 @@ def text_of(node: ast.AST) -> str:
 def messages(source: str) -> list[tuple[int, str]]:
     """(line, text) of log lines, errors, a flag's help and printed lines."""
     found = []
-    for call in ast.walk(ast.parse(source)):
+    for call in nodes(ast.parse(source)):
         if isinstance(call, ast.Call):
             logs = isinstance(call.func, ast.Attribute) and call.func.attr in LOGS
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

@@ -50,7 +50,7 @@ def audit(errand: Errand, orders: BinaryIO, answers: BinaryIO) -> None:
         return
     loaded = load(errand, order.state, AUDIT)
     from peer.audit.measuring import OWN_PICTURES, Measuring
-    from peer.export import fill
+    from peer.results.exporting import fill
     from peer.sync.engine.codec import Wire
     from peer.sync.engine.vectors import Schema
 

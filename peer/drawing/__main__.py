@@ -42,9 +42,9 @@ def draw(order: Order) -> None:
     """Raises UserError, ImportError, and what a machine raises that is short of something."""
     loaded = load(order, order.state, DRAWING)
     from peer.drawing.validation import Validation
-    from peer.export import fill
     from peer.launch.launcher import Rank
     from peer.machine.device import RankGroup
+    from peer.results.exporting import fill
 
     peer, run = order.peer, order.run
     header = fill(loaded.params, order.state, run).header

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import wan
 from benchmarks.links import Traffic
-from tests.conftest import ROOT
+from tests import warm
 from tests.warm import Warm
 
 ROW = wan.Row("diloco", "int8", True, 2)
@@ -91,7 +91,5 @@ def test_a_real_row_ends_with_its_figures(monkeypatch):
 
 
 def test_the_peer_of_stock_hivemind_can_be_started():
-    help_ = subprocess.run(
-        [sys.executable, "-m", "benchmarks.hivemind_peer", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    help_ = warm.run("import runpy; runpy.run_module('benchmarks.hivemind_peer', run_name='__main__')", "--help")
     assert help_.returncode == 0 and "--samples_per_second" in help_.stdout, help_.stderr

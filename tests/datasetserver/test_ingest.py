@@ -62,7 +62,7 @@ def test_manifest_names_what_is_on_the_disk(tmp_path):
         assert (len(data), digest_bytes(data)) == (shard.bytes, shard.digest)
 
 
-def test_equal_folders_give_equal_digests_in_processes_or_without(tmp_path):
+def test_equal_folders_give_equal_digests_in_processes_or_without(tmp_path, forked_decoders):
     one = ingest(write_dataset(tmp_path / "a", 40), tmp_path / "wa", shard_samples=8, workers=0)
     other = ingest(write_dataset(tmp_path / "b", 40), tmp_path / "wb", shard_samples=8, workers=2)
     assert one.digest == other.digest
@@ -115,7 +115,7 @@ def test_names_that_are_no_text_links_to_nowhere_and_pipes_stop_nothing(tmp_path
     assert [name for name, _ in result.rejected] == ["link.png", "pipe.png"]
 
 
-def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monkeypatch):
+def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monkeypatch, forked_decoders):
     """The file is real, the crash is not: no picture is known that still crashes today's decoders."""
     folder = write_dataset(tmp_path / "data", 12)
     (folder / "0007.txt").write_text("crash")
@@ -125,7 +125,7 @@ def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monke
     assert result.rejected == [("0007.png", "the decoder crashed on it")]
 
 
-def test_a_decoder_that_takes_its_process_down_while_nobody_looks_costs_one_picture(tmp_path, monkeypatch):
+def test_a_decoder_that_takes_its_process_down_while_nobody_looks_costs_one_picture(tmp_path, monkeypatch, forked_decoders):
     folder = write_dataset(tmp_path / "data", 12)
     (folder / "0009.txt").write_text("crash")
     monkeypatch.setattr(loading, "_load", crash_or_load)

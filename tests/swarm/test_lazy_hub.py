@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from swarm.lazy_hub import import_without_hub
+from tests import warm
 
 
 @pytest.fixture
@@ -88,16 +89,23 @@ def test_a_peer_leaves_bitsandbytes_to_whoever_wants_its_optimizers():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_torch_and_a_trainer_leaves_scipy_to_the_samplers_that_compute_with_it():
-    """In one process, for which torch and transformers are loaded once."""
+def test_a_dht_node_loads_neither_hiveminds_optimizers_nor_torch():
     pytest.importorskip("hivemind")
     program = """
 import sys, swarm.dht, hivemind
 print([name for name in ("hivemind.optim", "hivemind.moe", "hivemind.averaging", "scipy", "torch") if name in sys.modules])
-import peer, scipy
+"""
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_trainer_leaves_scipy_to_the_samplers_that_compute_with_it_and_who_wants_all_of_a_hub_has_it():
+    """In a process that has imported what a trainer imports, and the modules of transformers and diffusers that want scipy."""
+    pytest.importorskip("hivemind")
+    program = """
+import sys, peer.wiring, hivemind, scipy
 import transformers.modeling_utils
 from diffusers import EulerDiscreteScheduler, LMSDiscreteScheduler
-print([name for name in ("scipy.stats._stats_py", "scipy.optimize._optimize", "scipy.integrate._quadrature") if name in sys.modules])
+print([name for name in ("hivemind.optim", "scipy.stats._stats_py", "scipy.optimize._optimize", "scipy.integrate._quadrature") if name in sys.modules])
 sampler = EulerDiscreteScheduler(use_beta_sigmas=True)
 sampler.set_timesteps(4)
 lms = LMSDiscreteScheduler()
@@ -108,5 +116,5 @@ print(linear_sum_assignment([[1, 0], [0, 1]])[1].tolist(), minimize(lambda x: (x
 from hivemind import DHT, Optimizer
 print(DHT is hivemind.dht.DHT, Optimizer is hivemind.optim.Optimizer, hivemind.utils.MPFuture.__name__)
 """
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["[]", "[]", "5 True", "[1, 0] [1.]", "True True MPFuture"]
+    said = warm.run(program)
+    assert said.stdout.splitlines() == ["[]", "5 True", "[1, 0] [1.]", "True True MPFuture"], said.stderr

