@@ -5,8 +5,6 @@ kernel takes for itself, the optimizer's own step (up to 0.7 GB with weights in 
 CUDA's own context (some 0.5 GB).
 """
 
-import functools
-import importlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peer.contracts import LatentBatch, Model, Params
+from peer.machine.hollow import computed, hollow, storage_of
 from peer.machine.swap import spread
 from swarm.run.optimizer import LocalOptimizer
 
-_aten = torch.ops.aten
 HELD_BYTES = 0.7e9
 """That PyTorch's allocator holds on a GPU beyond the count: kernels' workspaces, and what it cannot give out in one piece. 0.56e9 was measured
 (benchmarks/records/log.md, "A first GPU")."""
@@ -162,18 +160,15 @@ class Live(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # two of three calls: asked of the mode below, an answer takes as long as an operation
-            return args[0].fake_device
-        made = _hiding_nothing(func, args) if func in _BY_NUMBERS else None
-        made = _computed(func, args, kwargs or {}) if made is None else made
+        made = computed(func, args, kwargs or {})
         for tensor in made if isinstance(made, list | tuple) else (made,):
             if isinstance(tensor, Tensor):
-                self._meet(tensor.untyped_storage())
+                self._meet(storage_of(tensor))
         return made
 
     def knows(self, *tensors: Tensor) -> None:
         """Views of these are nothing new."""
-        self._known.update(tensor.untyped_storage() for tensor in tensors)
+        self._known.update(map(storage_of, tensors))
 
     def _meet(self, storage: Any) -> None:
         if storage in self._known:
@@ -186,46 +181,6 @@ class Live(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self.now -= size
-
-
-_CPU = torch.device("cpu")
-_DEVICE = torch.ops.prim.device.default
-_BY_NUMBERS = (_aten._local_scalar_dense.default, _aten.index.Tensor)
-
-
-def _hiding_nothing(func: Any, args: Any) -> Any:
-    """What a question about a mask's numbers is answered with where there are none; None for another operation."""
-    if func is _aten._local_scalar_dense.default:
-        return True if args[0].dtype is torch.bool else None
-    tensor, (mask, *others) = args[0], args[1]
-    if others or mask is None or mask.dtype is not torch.bool:
-        return None
-    return tensor.reshape(-1, *tensor.shape[mask.ndim :]).clone()
-
-
-
-def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What an operation makes of tensors without numbers.
-
-    PyTorch's mode says the same of its own tensors, after questions of all kinds that take as long again: a step of a tiny Chroma was counted in
-    2.1 CPU seconds with them, and in 1.0 without.
-    """
-    fake = _fake()
-    tensors = [each for arg in (*args, *kwargs.values()) for each in (arg if isinstance(arg, list | tuple) else (arg,)) if isinstance(each, Tensor)]
-    known = all(isinstance(tensor, fake.FakeTensor) and tensor.constant is None for tensor in tensors)
-    if not tensors or not known or func.namespace != "aten" or "device" in kwargs:
-        return func(*args, **kwargs)
-    mode = _shapes()
-
-    def told(made: Any) -> Any:
-        return fake.FakeTensor(mode, made, _CPU) if isinstance(made, Tensor) and not isinstance(made, fake.FakeTensor) else made
-
-    try:
-        with fake.in_kernel_invocation_manager(mode):
-            made = func(*args, **kwargs)
-    except NotImplementedError:  # an operation that is made of others
-        return func(*args, **kwargs)
-    return type(made)(map(told, made)) if isinstance(made, list | tuple) else told(made)
 
 
 @contextmanager
@@ -245,41 +200,24 @@ def _norms_in_float32(enabled: bool) -> Iterator[None]:
             setattr(F, name, function)
 
 
-@functools.cache
-def _fake() -> Any:
-    return importlib.import_module("torch._subclasses.fake_tensor")
-
-
-@functools.cache
-def _shapes() -> Any:
-    """PyTorch's mode of tensors without numbers. One for all counts: a module may keep what it has computed in one of them, such as places of
-    pictures, for the next. Made where something is counted: with it PyTorch loads its compiler, 2.7 s of a core.
-    """
-    return _fake().FakeTensorMode(allow_non_fake_inputs=True)
-
-
 @contextmanager
 def _without_numbers(model: Model) -> Iterator[Shape]:
-    """Within the block the model's weights, and all tensors, have shapes and no numbers; yields what makes one of any."""
+    """Within the block the model's weights have shapes and no numbers; yields what makes such a tensor of any, where something counts."""
     made: dict[int, Tensor] = {}
 
     def shape(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def weight(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:  # tied weights stay tied
-            made[id(tensor)] = nn.Parameter(shape(tensor), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else shape(tensor)
-        return made[id(tensor)]
-
     stores = [store for part in model.parts.values() for module in part.modules() for store in (module._parameters, module._buffers)]
     originals = [(store, name, tensor) for store in stores for name, tensor in store.items() if tensor is not None]
     device = model.device
     try:
-        with _shapes():
-            for store, name, tensor in originals:
-                store[name] = weight(tensor)
-            model.device = torch.device("cpu")  # where tensors without numbers say that they are
-            yield shape
+        for store, name, tensor in originals:
+            if id(tensor) not in made:  # tied weights stay tied
+                made[id(tensor)] = hollow(tensor)
+            store[name] = made[id(tensor)]
+        model.device = torch.device("cpu")  # where tensors without numbers say that they are
+        yield shape
     finally:
         model.device = device
         for store, name, tensor in originals:

@@ -16,7 +16,7 @@ from peer.wiring import load_model
 from swarm.digest import digest_model
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
+from tests.peer.machine.shallow import shallow_family, tiny_model, with_one_level  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
@@ -115,12 +115,12 @@ def test_a_pipeline_with_a_new_word_is_saved_as_its_source_has_it_but_for_the_wo
 
 
 @pytest.mark.parametrize("what", ["gone", "another"])
-def test_when_the_source_is_gone_or_another_the_result_is_written_all_the_same_and_says_so(what, tmp_path, caplog):
-    base = tiny.write_family(tmp_path / "base", "sd")
+def test_when_the_source_is_gone_or_another_the_result_is_written_all_the_same_and_says_so(what, shallow_family, tmp_path, caplog):  # noqa: F811
+    base = shutil.copytree(shallow_family("sd"), tmp_path / "base")
     model, _, params = placed(base, BF16)
     shutil.rmtree(base)
     if what == "another":
-        tiny.write_family(base, "sd", seed=1)
+        with_one_level(tiny.build("sd", seed=1)).save_pretrained(base)
     model.save(tmp_path / "out")
     assert ("as this peer held" in caplog.text) and not any(p.isnan().any() for p in params.values())
     saved = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
@@ -163,10 +163,10 @@ def test_a_folder_in_the_precision_that_is_computed_in_stays_in_its_files(tmp_pa
 
 
 def test_a_run_has_the_same_bits_with_and_without_and_goes_on_with_them(start, monkeypatch):  # noqa: F811
-    peer = {"mixed_precision": "bf16", "cache_text": True, "run": dataclasses.replace(RUN, total_samples=20)}
+    peer = {"mixed_precision": "bf16", "cache_text": True, "run": dataclasses.replace(RUN, total_samples=12)}
     held = start("held", **peer).run()
     assert BF16 in {p.dtype for p in held.trainer.model.parts["text_encoder"].parameters()}
-    first = start("parts", stop_after=2, **peer).run()
+    first = start("parts", stop_after=1, **peer).run()
     second = start("parts", resume_from_checkpoint="latest", **peer).run()
     from peer.models.diffusion.model import DiffusionModel
 

@@ -17,7 +17,8 @@ from peer.machine.trial_of_speed import Trial, relative_difference
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-from tests.peer.machine.shallow import tiny_model  # noqa: F401
+from tests import tiny
+from tests.peer.machine.shallow import with_one_level
 
 CPU = torch.device("cpu")
 FLOAT32 = choose_precision("no", CPU, 0)
@@ -39,8 +40,16 @@ def failing(graph, inputs):
     raise RuntimeError("no C++ compiler\nand much more")
 
 
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """Of whose UNet resnets are all: a compiler takes half a second for each block that reads captions."""
+    folder = tmp_path_factory.mktemp("resnets") / "model"
+    with_one_level(tiny.build_pipeline(), down_block_types=("DownBlock2D",)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def start(tiny_model, pictures, tmp_path):  # noqa: F811
+def start(tiny_model, pictures, tmp_path):
     with ExitStack() as closing:
 
         def build(name="out", **peer):

@@ -17,7 +17,7 @@ from peer.machine.turns import Turns, _tensors, takes_turns, to_try
 from peer.wiring import Launch, assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-from tests.peer.machine.shallow import tiny_model  # noqa: F401
+from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
 from tests.peer.samples.test_masks import half_masked
@@ -86,9 +86,9 @@ WAYS = {  # family, or the tiny model; what is changed of the run; parts that st
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_in_a_step_only_the_denoiser_and_what_is_trained_are_there_and_the_bits_are_the_same(start, tiny_family, moved, monkeypatch, way):  # noqa: F811
+def test_in_a_step_only_the_denoiser_and_what_is_trained_are_there_and_the_bits_are_the_same(start, shallow_family, moved, monkeypatch, way):  # noqa: F811
     family, change, staying = WAYS[way]
-    run = dataclasses.replace(RUN, total_samples=16, model=str(tiny_family(family)) if family else "", **change)
+    run = dataclasses.replace(RUN, total_samples=16, model=str(shallow_family(family)) if family else "", **change)
     base = {"base_precision": "int8"} if way == "lora" else {}
     plain = start("plain", run=run, **base).run()
     assert not moved

@@ -13,7 +13,6 @@ from peer.samples.encoding import Encoder
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.frozen import libraries_are_frozen  # noqa: F401
 from tests.peer.machine.shallow import shallow_family  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 

@@ -17,7 +17,6 @@ from peer.sync.parameters import strategy
 from swarm.run.family import family_named
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.frozen import libraries_are_frozen  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
 CPU = torch.device("cpu")

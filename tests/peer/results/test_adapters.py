@@ -28,7 +28,7 @@ def test_a_lora_of_all_layers_in_plain_diffusers_draws_what_the_model_in_memory_
     options = WIDE if family in ("sd", "sdxl") else {**WIDE, "lora_targets": "all-linear"}
     text = tiny.takes(family, "lora with text encoder")
     done = Trained(tiny_family(family), family, tmp_path / "model", train_text_encoder=text, **options).written()
-    wanted, pipeline = picture(done.model.pipeline), plain(tiny_family(family))
+    wanted, pipeline = done.drawn(), plain(tiny_family(family))
     pipeline.load_lora_weights(tmp_path / "model")
     parts = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
     assert not [name for part in parts for name, module in part.named_modules() if "lora_dropout" in name and getattr(module, "p", 0)]
@@ -43,7 +43,7 @@ def test_a_lora_of_all_layers_in_plain_diffusers_draws_what_the_model_in_memory_
 def test_a_dora_in_plain_diffusers_draws_what_the_model_in_memory_drew_and_has_no_kohya_form(tiny_family, tmp_path):
     """weight_decompose of ComfyUI's comfy/weight_adapter/base.py divides by the base model's lengths, peft and the paper by those of the sum."""
     done = Trained(tiny_family("sd"), "sd", tmp_path / "model", train_text_encoder=True, **DORA).written()
-    wanted, pipeline = picture(done.model.pipeline), plain(tiny_family("sd"))
+    wanted, pipeline = done.drawn(), plain(tiny_family("sd"))
     pipeline.load_lora_weights(tmp_path / "model")
     np.testing.assert_allclose(picture(pipeline), wanted, atol=1e-4)
     export.main(["--state", str(tmp_path), "--out", str(tmp_path / "whole")])
@@ -57,7 +57,7 @@ def test_comfyui_and_kohya_know_every_layer_of_a_wide_lora_by_its_name(tmp_path,
     """ComfyUI: model_lora_keys_unet of comfy/lora.py and UNET_MAP_* of comfy/utils.py at 41444b5236c613ee5ff7d09aa620f94b702f30eb, where all layers of
     transformers, of resnets and of samplers are. kohya: LoRANetwork.UNET_TARGET_REPLACE_MODULE* of networks/lora.py at
     48d368fa557731ad0488c07304dfeba8c07910eb, which takes the same ones."""
-    real_blocks(family, 0).save_pretrained(tmp_path / "base")
+    real_blocks(family).save_pretrained(tmp_path / "base")
     done = Trained(tmp_path / "base", family, tmp_path / "model", **WIDE).written()
     layers = {name for name in in_blocks(plain(tmp_path / "base").unet, nn.Linear | nn.Conv2d)}
     attention = {name for name in layers if ".attn" in name}
@@ -93,7 +93,7 @@ def in_comfyui(file, weights):
 def test_peft_and_comfyui_have_the_weights_of_a_product_and_dd_export_merges_it(tiny_family, tmp_path, name):
     """The names are in ComfyUI's lists (model_lora_keys_unet and _clip of comfy/lora.py at 41444b5236c613ee5ff7d09aa620f94b702f30eb)."""
     done = Trained(tiny_family("sd"), "sd", tmp_path / "model", train_text_encoder=True, **PRODUCTS[name]).written()
-    wanted, base, pipeline = picture(done.model.pipeline), plain(tiny_family("sd")), plain(tiny_family("sd"))
+    wanted, base, pipeline = done.drawn(), plain(tiny_family("sd")), plain(tiny_family("sd"))
     kinds = nn.Linear | nn.Conv2d
     layers = {f"lora_unet_{key.replace('.', '_')}": base.unet.get_submodule(key).weight for key in in_blocks(base.unet, kinds)}
     texts = {key: module for key, module in base.text_encoder.named_modules() if isinstance(module, nn.Linear)}

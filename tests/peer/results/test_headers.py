@@ -127,7 +127,7 @@ def test_products_and_words_say_what_they_are(tiny_family, tmp_path, options):
 
 def test_a_single_file_says_what_the_whole_model_is(tiny_family, tmp_path):
     Trained(tiny_family("sd"), "sd", tmp_path / "model", **LORA, run_name="toys").written()
-    pipeline = real_blocks("sdxl", 0)
+    pipeline = real_blocks("sdxl")
     pipeline.scheduler = tiny.ddpm("v_prediction")
     pipeline.save_pretrained(tmp_path / "plain")
     for place, title, architecture, predicts in (

@@ -149,7 +149,7 @@ def test_plain_diffusers_draws_with_kohyas_form_what_the_model_in_memory_drew(ti
         export.main(["--state", str(tmp_path / family), "--format", "lora_kohya", "--out", str(tmp_path / "kohya")])
         pipeline = plain(tiny_family(family))
         pipeline.load_lora_weights(tmp_path, weight_name="kohya.safetensors")
-        np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
+        np.testing.assert_allclose(picture(pipeline), done.drawn(), atol=1e-4)
 
 
 def test_a_lora_that_does_not_say_its_family_is_written_where_all_such_have_the_same_names(tiny_family, tmp_path):

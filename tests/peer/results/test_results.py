@@ -26,6 +26,7 @@ from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.models.reading import plain
+from tests.tiny.moulds import Mould
 
 CPU = torch.device("cpu")
 WORD = {"method": "textual_inversion", "placeholder_token": "<dicoo>", "initializer_token": "toy", "num_vectors": 2}
@@ -46,6 +47,7 @@ class Trained:
             for parameter in self.params.values():
                 parameter.add_(torch.randn(parameter.shape, generator=rng) * 0.1)
         self.folder, self.form = folder, form or Form()
+        self.drawn = functools.cache(lambda: picture(self.model.pipeline))  # once for all that look at this model
 
     def at(self, folder, form=None):
         """The same model, whose result is to be written to another folder."""
@@ -80,6 +82,12 @@ def picture(pipeline, prompt=PROMPT):
     ).images[0]
 
 
+@functools.cache
+def without(folder):
+    """What plain diffusers draws with the base model in `folder`, which stays as it is."""
+    return picture(plain(folder))
+
+
 @pytest.fixture(params=tiny.ONE_OF_EACH)
 def family(request):
     return request.param
@@ -91,11 +99,10 @@ def test_a_lora_in_plain_diffusers_draws_what_the_model_in_memory_drew(tiny_fami
         pytest.skip("its text encoders stay as they are")
     done = trained(family, tmp_path / "model", train_text_encoder=text, **LORA).written()
     pipeline = plain(tiny_family(family))
-    without = picture(pipeline)
     pipeline.load_lora_weights(tmp_path / "model")
     drawn = picture(pipeline)
-    np.testing.assert_allclose(drawn, picture(done.model.pipeline), atol=1e-4)
-    assert np.abs(without - drawn).max() > 1e-3
+    np.testing.assert_allclose(drawn, done.drawn(), atol=1e-4)
+    assert np.abs(without(tiny_family(family)) - drawn).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl"])
@@ -110,7 +117,7 @@ def test_a_lora_in_kohyas_form_comes_back_to_the_bit(tiny_family, trained, tmp_p
     for name, parameter in done.params.items():
         part, key = name.split(".", 1)
         assert torch.equal(dict(plain_names(getattr(pipeline, part)))[key], parameter * 1.5 if "lora_B" in key else parameter), name
-    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(picture(pipeline), done.drawn(), atol=1e-4)
 
 
 def plain_names(part):
@@ -121,13 +128,13 @@ def test_a_lora_is_merged_into_a_whole_pipeline_in_a_folder_and_in_one_file(tiny
     done = trained("sd", tmp_path / "model", train_text_encoder=True, **LORA).written()
     export.main(["--state", str(tmp_path / "model"), "--out", str(tmp_path / "whole")])
     whole = plain(tmp_path / "whole")
-    np.testing.assert_allclose(picture(whole), picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(picture(whole), done.drawn(), atol=1e-4)
     assert not hasattr(whole.unet, "peft_config")
     export.main(["--state", str(tmp_path / "model"), "--format", "single_file", "--out", str(tmp_path / "one.safetensors")])
     single = StableDiffusionPipeline.from_single_file(
         str(tmp_path / "one.safetensors"), config=str(tiny_family("sd")), local_files_only=True, safety_checker=None
     )
-    np.testing.assert_allclose(picture(single), picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(picture(single), done.drawn(), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", tiny.WORDY)
@@ -145,14 +152,14 @@ def test_a_word_in_plain_diffusers_is_the_one_that_was_learned(tiny_family, trai
         ids = tokenizer.convert_tokens_to_ids(["<dicoo>", "<dicoo>_1"])
         assert torch.equal(encoder.get_input_embeddings().weight[ids], done.params[f"{part}.learned_embeds"])
     drawn = picture(pipeline)
-    np.testing.assert_allclose(drawn, picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(drawn, done.drawn(), atol=1e-4)
     assert np.abs(picture(pipeline, "a photo of a toy cat") - drawn).max() > 1e-3
 
 
 @pytest.mark.parametrize("family", tiny.WORDY)
 def test_the_word_comes_as_a_whole_pipeline_and_as_torchs_own_format_when_wished(trained, tmp_path, family):
     done = trained(family, tmp_path / "model", Form(full_pipeline=True, safetensors=False), **WORD).written()
-    np.testing.assert_allclose(picture(plain(tmp_path / "model")), picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(picture(plain(tmp_path / "model")), done.drawn(), atol=1e-4)
     saved = torch.load(tmp_path / "model" / "learned_embeds.bin", weights_only=True)
     assert torch.equal(saved["<dicoo>"], done.params["text_encoder.learned_embeds"])
     assert not (tmp_path / "model" / "learned_embeds.safetensors").exists()
@@ -173,7 +180,7 @@ def test_an_embedding_in_one_file_is_read_back(tiny_family, trained, tmp_path, f
     assert sorted(load_file(tmp_path / "any name.safetensors")) == keys
     pipeline = plain(tiny_family(family))
     assert loading.add_embedding(pipeline, tmp_path / "any name.safetensors") == "<dicoo>"
-    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(picture(pipeline), done.drawn(), atol=1e-4)
 
 
 def test_a_word_for_two_encoders_that_does_not_say_its_family_has_no_one_file(trained, tmp_path):
@@ -201,24 +208,34 @@ TOPOLOGIES = {  # the real ones' blocks, of the least width
 TOPOLOGIES["sd2v"] = {**TOPOLOGIES["sd"], "attention_head_dim": (2, 4, 4, 4)}
 
 
-def real_blocks(family, seed):
-    """A pipeline of the family with as many blocks and layers as the real one has."""
+def real_blocks(family):
+    """A pipeline of the family with as many blocks and layers as the real one has, the caller's own."""
+    return _real_blocks(family).cast()
+
+
+@functools.cache
+def _real_blocks(family):
     from diffusers import AutoencoderKL
 
-    pipeline = tiny.build(family, seed)
-    torch.manual_seed(seed)
+    pipeline = tiny.build(family)
+    torch.manual_seed(0)
     unet = type(pipeline.unet)(**{**pipeline.unet.config, **TOPOLOGIES[family], "layers_per_block": 2, "norm_num_groups": 4})
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     vae = AutoencoderKL(block_out_channels=(4, 8, 8, 8), latent_channels=4, layers_per_block=2, norm_num_groups=2, **blocks)
     pipeline.register_modules(unet=unet, vae=vae)
-    return pipeline
+    return Mould(pipeline)
 
 
 @pytest.mark.parametrize("family", TOPOLOGIES)
 def test_a_single_file_comes_back_to_the_bit_through_diffusers(tmp_path, family):
-    pipeline = real_blocks(family, 0)
+    pipeline = real_blocks(family)
     pipeline.save_pretrained(tmp_path / "model")
-    real_blocks(family, 1).save_pretrained(tmp_path / "config")  # other weights: only its configs may be used
+    other = real_blocks(family)
+    with torch.no_grad():  # of its folder only the configs may be used
+        for part in (part for part in other.components.values() if isinstance(part, torch.nn.Module)):
+            for parameter in part.parameters():
+                parameter.add_(1.0)
+    other.save_pretrained(tmp_path / "config")
     export.main(["--state", str(tmp_path / "model"), "--format", "single_file", "--out", str(tmp_path / "one.safetensors")])
     kind = StableDiffusionXLPipeline if family == "sdxl" else StableDiffusionPipeline
     options = {} if family == "sdxl" else {"safety_checker": None}
@@ -291,7 +308,7 @@ def lora_of(tmp_path_factory):
     @functools.cache
     def write(family):
         folder = tmp_path_factory.mktemp(family)
-        real_blocks(family, 0).save_pretrained(folder / "base")
+        real_blocks(family).save_pretrained(folder / "base")
         return Trained(folder / "base", family, folder / "model", train_text_encoder=True, **LORA).written().folder
 
     return write
@@ -338,7 +355,7 @@ def test_a_lora_is_as_strong_for_readers_that_take_alpha_for_the_rank(trained, t
 
 @pytest.mark.parametrize("zero_snr", [False, True])
 def test_a_single_file_says_that_an_sdxl_model_predicts_v(tmp_path, zero_snr):
-    pipeline = real_blocks("sdxl", 0)
+    pipeline = real_blocks("sdxl")
     for prediction, marks in (("epsilon", set()), ("v_prediction", {"v_pred", "ztsnr"} if zero_snr else {"v_pred"})):
         pipeline.scheduler = tiny.ddpm(prediction, zero_snr)
         write_single_file(pipeline, tmp_path / "one.safetensors")
@@ -368,7 +385,7 @@ def test_programs_that_know_no_model_folder_load_the_output_folder(tiny_family, 
         pipeline.load_lora_weights(tmp_path)
     if options["method"] == "textual_inversion":
         pipeline.load_textual_inversion(str(tmp_path / "learned_embeds.safetensors"))
-    np.testing.assert_allclose(picture(pipeline), picture(done.model.pipeline), atol=1e-4)
+    np.testing.assert_allclose(picture(pipeline), done.drawn(), atol=1e-4)
     assert loading.result_in(tmp_path) == tmp_path / "model", "ours know what it was made from"
 
 
