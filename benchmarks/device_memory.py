@@ -57,6 +57,8 @@ class Size:
     encoders: tuple[Callable[[], Any], ...]
     vae: Callable[[], Any]
     side: int = 1024
+    filed: torch.dtype = BF16
+    """In what its text encoders are published."""
 
 
 _SD = {"attention_head_dim": 8, "cross_attention_dim": 768, "sample_size": 64}
@@ -126,8 +128,8 @@ def _vae_of_16() -> Any:
 
 
 SIZES = {
-    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (_clip_l,), _vae, 512),
-    "SDXL": Size("sdxl", lambda: diffusers.UNet2DConditionModel(**_SDXL), (_clip_l, _clip_g), _vae),
+    "SD 1.5, 512 px": Size("sd", lambda: diffusers.UNet2DConditionModel(**_SD), (_clip_l,), _vae, 512, torch.float32),
+    "SDXL": Size("sdxl", lambda: diffusers.UNet2DConditionModel(**_SDXL), (_clip_l, _clip_g), _vae, filed=torch.float32),
     "FLUX.1": Size("flux", lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True), (_clip_l, _t5_xxl), _vae_of_16),
     "Chroma": Size("chroma", diffusers.ChromaTransformer2DModel, (_t5_xxl,), _vae_of_16),
     "Z-Image": Size("z_image", diffusers.ZImageTransformer2DModel, (_qwen3_4b,), _vae_of_16),
@@ -225,10 +227,10 @@ def counted(row: Row) -> Need:
 
 
 @functools.cache
-def text_bytes(size: str) -> int:
-    """What the weights of all text encoders take as a peer holds them that computes in bf16: the embeddings in float32."""
+def text_bytes(size: str, filed: torch.dtype = torch.float32) -> int:
+    """What the weights of all text encoders take as a peer holds them that computes in bf16, if their files are in `filed`: norms in float32, words as filed."""
     model = model_of(size)
-    model.parts = {name: part for name, part in model.parts.items() if name in model.facts.text_encoders}
+    model.parts = {name: part.to(filed) for name, part in model.parts.items() if name in model.facts.text_encoders}
     model.place(META, BF16)
     return sum(sum(bytes_of(part).values()) for part in model.parts.values())
 
@@ -326,7 +328,7 @@ def in_gb(row: Row) -> Counted:
     """All turns of a row."""
     need = counted(row)
     vae, encoding = vae_bytes(row.size, row.batch)
-    told = (sum(need.parts.values()), need.trained, need.optimizer, need.step, text_bytes(row.size), vae, encoding)
+    told = (sum(need.parts.values()), need.trained, need.optimizer, need.step, text_bytes(row.size, SIZES[row.size].filed), vae, encoding)
     return Counted(*(round(value / 1e9, 4) for value in told))
 
 

@@ -142,8 +142,6 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     check_step(launch.peer, launch.run, launch.group.world)
     check_prior(launch.peer, launch.run)
     check_held_out(launch)
-    if launch.device.type == "xla":
-        importlib.import_module("peer.machine.xla").check_options(launch.peer)
     if launch.peer.ipex:
         check_ipex(launch.device)
     if launch.group.is_main:
@@ -201,12 +199,9 @@ def admitted(launch: Launch) -> Launch:
 def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
     run, peer, device = launch.run, launch.peer, launch.device
-    check_here(run, peer.weights, device)
-    check_base(peer, run, device)
-    check_fused(peer, run, device, launch.group.world)
+    turned, swapped = check_options(peer, run, device, launch.group.world)
     if launch.group.is_main:
         tell_room(device.type, ways_left(run, peer, device), peer.train_batch_size)
-    turned, swapped = takes_turns(peer, device), swaps(peer, run, device)
     files = Files(launch.peer.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
@@ -216,9 +211,8 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     method = load_part("methods", run.method).build(launch.run_here)
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
-    in_bf16 = peer.weights == "bf16"
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
-    precision = choose_precision("bf16" if in_bf16 else peer.mixed_precision, device, computing)
+    precision = choose_precision(_format(peer), device, computing)
     method.begin(model)
     if peer.base_precision != "auto":
         model.pack(peer.base_precision, device, hold=hold)
@@ -262,13 +256,32 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
         encode=encode_a_step,
         ahead=ahead if windows else None,
         params=params,
-        optimizer=RoundingOptimizer(optimizer, noise_seed(run, own_id)) if in_bf16 else optimizer,
+        optimizer=RoundingOptimizer(optimizer, noise_seed(run, own_id)) if peer.weights == "bf16" else optimizer,
         precision=precision,
         place=place,
         caches=caches,
         prior=prior,
     )
     return learner, method
+
+
+def check_options(peer: PeerConfig, run: RunConfig, device: torch.device, world: int) -> tuple[bool, bool]:
+    """Whether the model's parts take turns on `device`, and whether some of its blocks wait elsewhere. world: ranks of this launch.
+
+    Raises UserError where this machine's options do not go with each other, with the run or with the device; asked before a model is loaded.
+    """
+    if device.type == "xla":
+        importlib.import_module("peer.machine.xla").check_options(peer)
+    choose_precision(_format(peer), device, 0)
+    check_here(run, peer.weights, device)
+    check_base(peer, run, device)
+    check_fused(peer, run, device, world)
+    return takes_turns(peer, device), swaps(peer, run, device)
+
+
+def _format(peer: PeerConfig) -> str:
+    """Of numbers, as `choose_precision` wants it."""
+    return "bf16" if peer.weights == "bf16" else peer.mixed_precision
 
 
 def check_base(peer: PeerConfig, run: RunConfig, device: torch.device) -> None:

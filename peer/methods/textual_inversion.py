@@ -68,8 +68,8 @@ class TextualInversion:
         """Put the learned vectors into the tables: what `model.save` then writes is a pipeline that knows the word."""
         readers = tokenizers(model)
         for name, encoder in text_encoders(model).items():
-            ids = readers[name].convert_tokens_to_ids(self._tokens)
-            encoder.get_input_embeddings().weight[ids] = params[f"{name}.learned_embeds"].to(encoder.dtype)
+            table, ids = encoder.get_input_embeddings().weight, readers[name].convert_tokens_to_ids(self._tokens)
+            table[ids] = params[f"{name}.learned_embeds"].to(table.dtype)
 
     def vectors(self, params: Params) -> dict[str, Tensor]:
         """Each text encoder's (num_vectors, width)."""
@@ -96,6 +96,7 @@ def _lay_over(encoder: Any, ids: Sequence[int], vectors: nn.Parameter, size: int
     The table gets rows for them, which keep the start value: it is what pipelines are saved with, once `complete` has filled them in.
     """
     table = encoder.get_input_embeddings()
+    table.weight.data = table.weight.data.float()  # it may be held in less, and what is learned is not rounded
     if table.num_embeddings < size:
         with torch.random.fork_rng(devices=[]):
             encoder.resize_token_embeddings(size, mean_resizing=False)

@@ -75,23 +75,25 @@ class DiffusionModel:
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, hold: Hold | None = None) -> None:
         """Move to `device`. Of the parts that are not trained as a `whole`, the weights that autocast computes with are held in its `dtype`.
 
-        It would cast them to that at every step: so the results have the same bits, in half the memory. All else is float32. A VAE that
-        overflows in fp16 says so in its config, and stays as it is. hold: nothing moves yet (peer/machine/turns.py, swap.py), and `hold` keeps
-        what is cast.
+        It would cast them to that at every step: so the results have the same bits, in half the memory. So have tables of words that are in
+        it in their files. All else is float32. A VAE that overflows in fp16 says so in its config, and stays as it is. hold: nothing moves
+        yet (peer/machine/turns.py, swap.py), and `hold` keeps what is cast.
         """
         # One by one: all of it in float32 may be more than the host's memory.
         where = device if device.type == "cuda" and not hold else None
         for name, part in self.parts.items():
             if dtype is not None and name not in whole and not (name == "vae" and self._vae_overflows):
                 self._held[name] = dtype
+            low = self._held.get(name, torch.float32)
+            words = _words(part, low) if name in self.facts.text_encoders else {}
             others = [module for module in part.modules() if not isinstance(module, _CAST)]
-            exact = {id(tensor) for module in others for tensor in module.parameters(recurse=False)}  # a language model's words, also where it answers in them
+            exact = {id(tensor) for module in others for tensor in module.parameters(recurse=False)} - words.keys()
             for module in part.modules():
-                held = self._held.get(name, torch.float32) if isinstance(module, _CAST) else torch.float32
                 for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                     if tensor.is_floating_point():
-                        cast = isinstance(tensor, nn.Parameter) and id(tensor) not in exact  # a packed layer's scales are buffers
-                        placed = tensor.data.to(where, held if cast else torch.float32)
+                        # a packed layer's scales are buffers; a language model's words may be where it answers, too
+                        cast = isinstance(tensor, nn.Parameter) and id(tensor) not in exact
+                        placed = tensor.data.to(where, low if cast else torch.float32)
                         tensor.data = hold(placed) if hold and placed.data_ptr() != tensor.data_ptr() else placed
         self.device = device
         if not hold:
@@ -208,3 +210,16 @@ class DiffusionModel:
             else:
                 log.warning("The model's %s has changed on the disk since it was read; writing it as this peer held it, in %s.", name, dtype)
         return found
+
+
+def _words(part: nn.Module, dtype: torch.dtype) -> dict[int, Tensor]:
+    """The part's tables of words that are in `dtype` already, by id. What is looked up in them is float32 from here on, with the bits of a float32 table.
+
+    Qwen3 4B's takes 1.6 GB in float32, and half in bf16.
+    """
+    if dtype is torch.float32:
+        return {}
+    tables = [module for module in part.modules() if isinstance(module, nn.Embedding) and module.weight.dtype is dtype]
+    for table in tables:
+        table.register_forward_hook(lambda _table, _inputs, embedded: embedded.float())
+    return {id(table.weight): table.weight for table in tables}

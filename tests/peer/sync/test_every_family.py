@@ -5,6 +5,7 @@ The round goes over the simulator's network; with real processes it is `python -
 
 import asyncio
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -52,14 +53,8 @@ def _anchor(state):
     return Anchor(state.digest, state.header, state.buffer)
 
 
-@pytest.mark.parametrize("family", AVERAGED)
-def test_two_peers_average_a_familys_lora_to_equal_digests(start, virtual, tiny_family, tmp_path, family):  # noqa: F811
-    options = {"method": "lora", "rank": 2, "model": str(tiny_family(family))}
-    run = dataclasses.replace(RUN, learning_rate=1e-2, lr_warmup_samples=0, total_samples=SAMPLES, **options)
-    folders = [tiny.write_pictures(tmp_path / f"pictures {side}", SAMPLES, side) for side in (16, 24)]
-    learners = [Learner(start(folder.name, run=run, train_data_dir=str(folder)), run) for folder in folders]
-    assert len({learner.first.digest for learner in learners}) == 1
-    contributions = [learner.learn() for learner in learners]
+def averaged(virtual, learners, contributions):
+    """The state that each commits after one round of all."""
 
     async def round(nodes):
         peers = [await nodes.node() for _ in learners]
@@ -68,11 +63,22 @@ def test_two_peers_average_a_familys_lora_to_equal_digests(start, virtual, tiny_
             await averager.start()
         members = tuple(sorted((Member(node.peer_id, 1, SAMPLES) for node in peers), key=lambda member: member.peer))
         group = Group(learners[0].first.digest, members, tuple(member.peer for member in members), "first")
-        averaged = (averager.average(group, mine) for averager, mine in zip(averagers, contributions, strict=True))
-        return members, await asyncio.gather(*averaged)
+        means = (averager.average(group, mine) for averager, mine in zip(averagers, contributions, strict=True))
+        return members, await asyncio.gather(*means)
 
     members, means = virtual(round)
-    states = [learner.commit(members, mean) for learner, mean in zip(learners, means, strict=True)]
+    return [learner.commit(members, mean) for learner, mean in zip(learners, means, strict=True)]
+
+
+@pytest.mark.parametrize("family", AVERAGED)
+def test_two_peers_average_a_familys_lora_to_equal_digests(start, virtual, tiny_family, tmp_path, family):  # noqa: F811
+    options = {"method": "lora", "rank": 2, "model": str(tiny_family(family))}
+    run = dataclasses.replace(RUN, learning_rate=1e-2, lr_warmup_samples=0, total_samples=SAMPLES, **options)
+    folders = [tiny.write_pictures(tmp_path / f"pictures {side}", SAMPLES, side) for side in (16, 24)]
+    learners = [Learner(start(folder.name, run=run, train_data_dir=str(folder)), run) for folder in folders]
+    assert len({learner.first.digest for learner in learners}) == 1
+    contributions = [learner.learn() for learner in learners]
+    states = averaged(virtual, learners, contributions)
     assert states[0].digest == states[1].digest != learners[0].first.digest
 
     size = learners[0].wire.size
@@ -82,3 +88,16 @@ def test_two_peers_average_a_familys_lora_to_equal_digests(start, virtual, tiny_
     # int8 kept a rest of what each learned, which is not in the state yet.
     held = [flatten(learner.params, torch.empty(size)) for learner in learners]
     assert all((mine - after).norm() < 0.02 * one.norm() for mine in held)
+
+
+def test_peers_that_hold_the_base_in_other_bits_are_of_one_run_and_average_to_equal_digests(start, virtual, tiny_family):  # noqa: F811
+    """On the same pictures, so that only what --base_precision rounds makes them learn other things."""
+    options = {"method": "lora", "rank": 2, "model": str(tiny_family("flux"))}
+    run = dataclasses.replace(RUN, learning_rate=1e-2, lr_warmup_samples=0, total_samples=SAMPLES, **options)
+    learners = [Learner(start(precision, run=run, base_precision=precision), run) for precision in ("auto", "int8", "nf4")]
+    assert len({learner.first.digest for learner in learners}) == 1, "of one run, with the same weights to begin with"
+    contributions = [learner.learn() for learner in learners]
+    learned = [learner.wire.decode(mine) for learner, mine in zip(learners, contributions, strict=True)]
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(learned, 2))
+    states = averaged(virtual, learners, contributions)
+    assert len({state.digest for state in states}) == 1 and states[0].digest != learners[0].first.digest

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.contracts import Member
+from peer.sync.engine import state as engine
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.round.finality import Finality
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State, better, next_state
@@ -66,6 +67,21 @@ def test_any_flipped_bit_changes_the_digest():
         buffer.bytes().copy_(state.buffer.bytes())
         buffer.bytes()[byte] ^= 1
         assert State(state.header, buffer).digest != state.digest
+
+
+def test_each_chunk_of_a_new_state_is_hashed_before_the_next_one_is_written(monkeypatch):
+    """So that a disk that keeps the state (--state_on disk) is asked for no byte of it again."""
+    floats, hashed = CHUNK_BYTES // 4, []
+    base = state_of(torch.zeros(3 * floats))
+    monkeypatch.setattr(engine, "hash_chunks", lambda data, hash_chunks=engine.hash_chunks: [hashed.append(one) or one for one in hash_chunks(data)])
+
+    def pieces():
+        for number in range(6):  # two of them are a chunk
+            assert len(hashed) == number // 2
+            yield [torch.full((floats // 2,), float(number))]
+
+    state = next_state(base, pieces(), [Member("a", 1, 8)])
+    assert len({*hashed}) == 3 and state.chunk_hashes == tuple(hashed)
 
 
 def test_any_field_of_the_header_changes_the_digest():
