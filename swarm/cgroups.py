@@ -49,8 +49,8 @@ def _groups(mount: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        lines = []
-    for line in [*lines, "0::/"]:
+        lines = ["0::/"]
+    for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue

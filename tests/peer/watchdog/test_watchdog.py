@@ -21,8 +21,8 @@ from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import HEALTHY_SECONDS, ROOMY_SECONDS, End, Policy, smaller
 from peer.watchdog.room import as_flags, forget_room, next_way, tell_room
 from peer.watchdog.vitals import LONG, OutOfMemory, Vitals, Watchdog
-from swarm.errors import ExitCode, UserError
 from swarm.cgroups import MemoryGroups
+from swarm.errors import ExitCode, UserError
 from swarm.life import FOLDER, TRAINING, Life, Sign, last_sign
 from tests import tiny
 from tests.conftest import ROOT
