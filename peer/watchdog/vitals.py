@@ -8,13 +8,14 @@ from pathlib import Path
 
 import psutil
 
+from swarm.cgroups import MemoryGroups, line_of
 from swarm.life import TRAINING, Sign
 
 LONG = 6
 """Loading, drawing, saving and the first step may take this many times as long as a step."""
 _PULSE_CPU_SECONDS, _PULSE_BYTES = 5.0, 4 << 20
 _OOM_SECONDS = 10.0
-_VMSTAT, _CGROUPS, _OWN = Path("/proc/vmstat"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_VMSTAT = Path("/proc/vmstat")
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,10 @@ class Watchdog:
 
 
 class OutOfMemory:
-    """How often the kernel has killed a process for memory: in this container (cgroup v2), or else on this machine."""
+    """How often the kernel has killed a process for memory: in this process's control group, or else on this machine."""
 
-    def __init__(self, vmstat: Path = _VMSTAT, cgroups: Path = _CGROUPS, own: Path = _OWN, clock: Callable[[], float] = time.monotonic):
-        self._vmstat, self._clock = vmstat, clock
-        self._events = _own_cgroup(cgroups, own) / "memory.events"
+    def __init__(self, vmstat: Path = _VMSTAT, groups: MemoryGroups | None = None, clock: Callable[[], float] = time.monotonic):
+        self._vmstat, self._groups, self._clock = vmstat, groups or MemoryGroups(), clock
         self._seen: deque[tuple[float, int]] = deque()
         self.look()
 
@@ -89,16 +89,5 @@ class OutOfMemory:
         return kills > self._seen[0][1]
 
     def _kills(self) -> int:
-        for path in (self._events, self._vmstat):
-            try:
-                return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill "))
-            except (OSError, ValueError, StopIteration):
-                continue
-        return 0
-
-
-def _own_cgroup(cgroups: Path, own: Path) -> Path:
-    try:
-        return cgroups / own.read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
-    except (OSError, IndexError):
-        return cgroups
+        kills = self._groups.kills()
+        return (line_of(self._vmstat, "oom_kill") or 0) if kills is None else kills

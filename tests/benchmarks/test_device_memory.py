@@ -32,7 +32,7 @@ def test_what_is_checked_is_chosen_by_a_word_and_no_row_is_counted(monkeypatch, 
     monkeypatch.setattr(device_memory, "check_full_size", lambda size, method, dtype: 1.02)
     device_memory.main(["--check", "sdxl, 256"])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["checked"] == {"SDXL, 256 px, lora, bf16": 1.02} and told["fits"] == {}
+    assert told["checked"] == {"SDXL, 256 px, lora": 1.02} and told["fits"] == {}
     with pytest.raises(UserError, match="No check has 'sd 9' in its name") as raised:
         device_memory.main(["--check", "sd 9"])
     assert "SD 1.5, 256 px, full" in raised.value.fix

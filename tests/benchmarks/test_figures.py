@@ -1,5 +1,6 @@
 """benchmarks/all: one command for each figure, and the page that it writes."""
 
+import dataclasses
 import json
 import sys
 
@@ -31,6 +32,16 @@ def test_a_program_that_ends_without_its_last_line_is_named(tmp_path):
     broken = Claim("Rounds", f"{sys.executable} -c 1/0", "3", str, bool)
     with pytest.raises(UserError, match=r"rounds: .* ended with 1 and said: "):
         run("rounds", broken)
+
+
+def test_root_needs_no_sudo_and_others_without_it_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    asking = dataclasses.replace(claim(tmp_path), command=f"sudo {claim(tmp_path).command}")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert run("rounds", asking)["met"]
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(UserError, match="rounds: there is no 'sudo' here"):
+        run("rounds", asking)
 
 
 def test_a_row_that_fails_leaves_the_others_and_the_page_is_written_after_each(tmp_path, monkeypatch, capsys):

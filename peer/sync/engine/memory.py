@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import psutil
 
@@ -13,6 +12,7 @@ from peer.sync.engine.codec import Wire
 from peer.sync.engine.outer import Strategy
 from peer.sync.engine.round.averaging import PARTS_OF_A_SENDER
 from swarm.advice import size
+from swarm.cgroups import MemoryGroups
 from swarm.errors import ExitCode, UserError
 
 FLOAT_BYTES = 4
@@ -20,7 +20,6 @@ SIDECAR_BYTES = 400e6
 """Python, torch and hivemind of the second process, before it holds any state; p2pd beside it. Measured: 0.30 GB."""
 COUNTED_SENDERS = 15
 """The others in a group of 16, the largest that was measured (docs/internals.md); who will come is not known before."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def state_bytes(strategy: Strategy, wire: Wire, *, trains: bool = True) -> dict[str, float]:
@@ -62,13 +61,6 @@ def check_memory(needed: Mapping[str, float], available: float) -> None:
         )
 
 
-def available_bytes(cgroup: Path = _CGROUP) -> float:
-    """Memory that this process can still take without swapping: the machine's, or less where a container has a limit."""
-    free = float(psutil.virtual_memory().available)
-    try:
-        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        # The page cache counts as used, but gives way.
-        return free if limit == "max" else min(free, int(limit) - int(used) + int(stat.get("inactive_file", 0)))
-    except (OSError, ValueError):
-        return free
+def available_bytes(groups: MemoryGroups | None = None) -> float:
+    """Memory that this process can still take without swapping: the machine's, or less where its control groups have a limit."""
+    return min(float(psutil.virtual_memory().available), (groups or MemoryGroups()).free_bytes())

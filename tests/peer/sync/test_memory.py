@@ -11,6 +11,7 @@ from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire
 from peer.sync.engine.memory import COUNTED_SENDERS, SIDECAR_BYTES, available_bytes, check_memory, host_bytes
 from peer.sync.engine.round.averaging import PARTS_OF_A_SENDER
 from peer.sync.engine.trainer import swarm_sync
+from swarm.cgroups import MemoryGroups
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
@@ -60,11 +61,9 @@ def test_enough_memory_is_enough():
     check_memory({"a state": 100.0}, 100.0 + SIDECAR_BYTES)
 
 
-def test_a_containers_limit_counts_and_its_page_cache_gives_way(tmp_path):
+def test_a_limit_of_this_processs_group_counts(tmp_path):
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 400\ninactive_file 200\n")
-    assert available_bytes(tmp_path) == 500
+    assert available_bytes(MemoryGroups(tmp_path, tmp_path / "own")) == 300
     (tmp_path / "memory.max").write_text("max\n")
-    assert available_bytes(tmp_path) > 1e6
-    assert available_bytes(tmp_path / "none") > 1e6
+    assert available_bytes(MemoryGroups(tmp_path, tmp_path / "own")) > 1e6

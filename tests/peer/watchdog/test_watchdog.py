@@ -21,6 +21,7 @@ from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import HEALTHY_SECONDS, ROOMY_SECONDS, End, Policy, smaller
 from peer.watchdog.room import as_flags, forget_room, next_way, tell_room
 from peer.watchdog.vitals import LONG, OutOfMemory, Vitals, Watchdog
+from swarm.cgroups import MemoryGroups
 from swarm.errors import ExitCode, UserError
 from swarm.life import FOLDER, TRAINING, Life, Sign, last_sign
 from tests import tiny
@@ -125,7 +126,7 @@ def test_a_kill_for_memory_is_told_by_the_kernels_counters(tmp_path):
     now, own, vmstat = [0.0], tmp_path / "own", tmp_path / "vmstat"
     own.write_text("0::/user/me\n")
     vmstat.write_text("nr_free_pages 5\noom_kill 7\n")
-    memory = OutOfMemory(vmstat, tmp_path / "cgroups", own, clock=lambda: now[0])
+    memory = OutOfMemory(vmstat, MemoryGroups(tmp_path / "cgroups", own), clock=lambda: now[0])
     assert not memory.look()
     vmstat.write_text("nr_free_pages 5\noom_kill 8\n")
     now[0] += 5
@@ -138,7 +139,7 @@ def test_a_kill_for_memory_is_told_by_the_kernels_counters(tmp_path):
     group.mkdir(parents=True)
     (group / "memory.events").write_text("oom 1\noom_kill 0\n")
     vmstat.write_text("oom_kill 99\n")  # of somebody else, in another container
-    inside = OutOfMemory(vmstat, tmp_path / "cgroups", own, clock=lambda: now[0])
+    inside = OutOfMemory(vmstat, MemoryGroups(tmp_path / "cgroups", own), clock=lambda: now[0])
     vmstat.write_text("oom_kill 100\n")
     assert not inside.look()
     (group / "memory.events").write_text("oom 2\noom_kill 1\n")
