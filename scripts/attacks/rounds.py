@@ -5,14 +5,13 @@ Each stands in the records on the state that the honest peers are on, comes when
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from peer.sync.engine.codec import Part, Wire, rough_square
+from peer.sync.engine.codec import Part, Wire
 from peer.sync.engine.round.averaging import share_out
 from scripts.attacks.band import Band
 from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Record, Stranger, newest
@@ -112,7 +111,7 @@ def _at_random(guest: Guest) -> Record:
     return {"samples": guest.band.rng.randint(1, 2 * guest.band.target), "norm": guest.band.rng.choice([1.0, 1e12])}
 
 
-async def _contribute(band: Band, sends: Contributes | None, states: Callable[[Guest], Record] = _at_random) -> None:
+async def contribute(band: Band, sends: Contributes | None, states: Callable[[Guest], Record] = _at_random) -> None:
     """Join every round as a member that nobody can dial, so that no rank ever makes us lead. sends: None: never goes to the reducers;
     states: the samples and the norm of what we bring."""
     (stranger,) = await band.come()
@@ -152,17 +151,17 @@ async def _to_reducer(guest: Guest, reducer: str, name: str, parts: list[Part], 
             await sends(guest, frames, parts)
 
 
-def _random(band: Band, part: Part) -> Tensor:
+def random_values(seed: int, part: Part) -> Tensor:
     """(elements,) in [-1, 1)."""
-    numbers = torch.Generator().manual_seed(band.rng.randrange(2**60))
+    numbers = torch.Generator().manual_seed(seed)
     return torch.rand(part.end - part.start, generator=numbers) * 2 - 1
 
 
-def _bytes(encoded: Tensor) -> bytes:
+def as_bytes(encoded: Tensor) -> bytes:
     return bytes(encoded.numpy())
 
 
-def _decoded(part: Part, data: bytes) -> Tensor:
+def decoded(part: Part, data: bytes) -> Tensor:
     return part.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
@@ -170,32 +169,13 @@ async def _garbage(guest: Guest, frames: Frames, parts: list[Part]) -> None:
     """The means of the round before, turned round and made ten times as long; at first, and now and then, all that the wire can hold."""
     means: dict[int, Tensor] = guest.memory
     for part in parts:
-        values = _random(guest.band, part) * 10.0 ** guest.band.rng.uniform(1, 4.7)
+        values = random_values(guest.band.rng.randrange(2**60), part) * 10.0 ** guest.band.rng.uniform(1, 4.7)
         if part.start in means and guest.band.rng.random() < 0.5:
             values = means[part.start] * -10
-        await frames.send({}, _bytes(part.encode(values)))
+        await frames.send({}, as_bytes(part.encode(values)))
     for part in parts:
         _, data = await frames.receive(40)
-        means[part.start] = _decoded(part, data)
-
-
-def _all_it_may(guest: Guest) -> Record:
-    norm = math.sqrt(sum(rough_square(_turned(guest, part)) for part in guest.wire.parts))
-    return {"samples": 2 * guest.band.target, "norm": norm}
-
-
-def _turned(guest: Guest, part: Part) -> Tensor:
-    """20 times the opposite of the last mean, as it comes out at the other end; zeros before there was one."""
-    values = guest.memory.get(part.start, torch.zeros(part.end - part.start)) * -20
-    return part.decode(part.encode(values))
-
-
-async def _opposite(guest: Guest, frames: Frames, parts: list[Part]) -> None:
-    for part in parts:
-        await frames.send({}, _bytes(part.encode(_turned(guest, part))))
-    # Remembered once all have what was stated for it.
-    means = {part.start: _decoded(part, (await frames.receive(40))[1]) for part in parts}
-    guest.memory |= means
+        means[part.start] = decoded(part, data)
 
 
 def _more_than_it_did(guest: Guest) -> Record:
@@ -205,7 +185,7 @@ def _more_than_it_did(guest: Guest) -> Record:
 
 async def _zeros(guest: Guest, frames: Frames, parts: list[Part]) -> None:
     for part in parts:
-        await frames.send({}, _bytes(part.encode(torch.zeros(part.end - part.start))))
+        await frames.send({}, as_bytes(part.encode(torch.zeros(part.end - part.start))))
     for _ in parts:
         await frames.receive(40)
 
@@ -221,27 +201,23 @@ async def _nothing(guest: Guest, frames: Frames, parts: list[Part]) -> None:
 
 
 async def sign_flip(band: Band) -> None:
-    await _contribute(band, _garbage)
-
-
-async def opposite(band: Band) -> None:
-    await _contribute(band, _opposite, _all_it_may)
+    await contribute(band, _garbage)
 
 
 async def over_claimed(band: Band) -> None:
-    await _contribute(band, _zeros, _more_than_it_did)
+    await contribute(band, _zeros, _more_than_it_did)
 
 
 async def nan(band: Band) -> None:
-    await _contribute(band, _not_finite)
+    await contribute(band, _not_finite)
 
 
 async def absent(band: Band) -> None:
-    await _contribute(band, None)
+    await contribute(band, None)
 
 
 async def silent(band: Band) -> None:
-    await _contribute(band, _nothing)
+    await contribute(band, _nothing)
 
 
 async def wrong_tickets(band: Band) -> None:
@@ -350,8 +326,8 @@ class Reducer:
 
 
 def _random_mean(band: Band, part: Part) -> Mean:
-    data = _bytes(part.encode(_random(band, part) * 10.0 ** band.rng.uniform(0, 4.7)))
-    return data, float(torch.linalg.vector_norm(_decoded(part, data), dtype=torch.float64)) ** 2
+    data = as_bytes(part.encode(random_values(band.rng.randrange(2**60), part) * 10.0 ** band.rng.uniform(0, 4.7)))
+    return data, float(torch.linalg.vector_norm(decoded(part, data), dtype=torch.float64)) ** 2
 
 
 async def wrong_means(band: Band) -> None:
