@@ -55,10 +55,10 @@ from benchmarks.common import about  # noqa: E402
 from scripts.attacks.hosted import Outcome, try_all  # noqa: E402
 from scripts.attacks.progress import lost  # noqa: E402
 from scripts.attacks.rows import ROWS, Row  # noqa: E402
-from scripts.attacks.swarm import BESIDE_STRANGERS, START_SECONDS, Kind, Swarm, end_swarms  # noqa: E402
+from scripts.attacks.swarm import BESIDE_MEMBERS, BESIDE_STRANGERS, START_SECONDS, Kind, Swarm, end_swarms  # noqa: E402
 from scripts.churn.swarm import add_record_arguments, work_folder  # noqa: E402
 from scripts.demo.processes import end_all  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.lifeline import adopt_orphans  # noqa: E402
 
 RATIO, MEDIAN = 0.8, 0.95
@@ -104,11 +104,9 @@ class Siege:
                 if not swarm.broken:
                     swarm.let_in(self._seconds)
             self._until("has its window behind it", everybody, self._window, self._seconds + START_SECONDS)
-            if control.broken:
-                raise UserError(f"The undisturbed swarm {control.broken}.", fix="Try --at_once with fewer.", code=ExitCode.FAILED)
             for swarm in swarms:
                 self._judge(swarm, control)
-            if not rows[0].let_in:
+            if not (control.broken or rows[0].let_in):
                 self._undisturbed.append(control.rounds_within(control.began, control.began + self._seconds))
         finally:
             end_swarms(everybody)
@@ -128,6 +126,8 @@ class Siege:
 
     def _judge(self, swarm: Swarm, control: Swarm) -> None:
         row = swarm.row
+        if control.broken:
+            return self._give_up(row, f"the undisturbed swarm: {control.broken}; try --at_once with fewer")
         if swarm.broken:
             return self._give_up(row, swarm.broken)
         end = min(time.time(), swarm.began + self._seconds)
@@ -262,6 +262,7 @@ def main(argv: Sequence[str]) -> int:
         "seconds": args.seconds,
         "pairs": pairs,
         "peers": args.peers or BESIDE_STRANGERS,
+        "peers_beside_members": args.peers or BESIDE_MEMBERS,
         "seed": args.seed,
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
