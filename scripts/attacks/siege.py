@@ -27,6 +27,7 @@ The other rows have an outcome instead of a rate, and are tried once.
 Members that lie are one of five, in a run for members with receipts, its clip and average those of a new run (--averaging, --clip_members). The
 undisturbed swarm has the four honest ones. `progress_lost` is the share of its progress that they lack (progress.py), at most 0.1;
 `banned_after_rounds`: until all have a proof, at most 20; `reported_after_rounds`: until a helper with --audit 1 names the liar, at most 50.
+Half a minute shows that a row works, and little of its cost: a stretched mean first speeds the others up, and then destroys the model.
 
 `ended` names the rows whose stranger ended, stopped or corrupted a run: an honest process that is gone, a made-up state taken, replicas
 that differ, a loss that grew, no round at the end of the window, a newcomer led astray, a server's run over. `beyond` are rows of which a figure is above its bound

@@ -271,7 +271,8 @@ def test_a_lie_that_nobody_can_prove_yet_has_no_round_of_its_ban(tmp_path):
 @pytest.mark.swarm
 @pytest.mark.slow
 def test_without_the_clip_one_member_takes_the_progress_of_the_others(tmp_path):
-    """With two honest ones and for ten seconds, to keep it short; in thirty it takes 0.84 of it from four. It shows that the figure can fail, and that members with receipts average with a liar."""
+    """With two honest ones and for ten seconds, to keep it short; in thirty it takes 0.84 of it from four. It shows that the figure can fail,
+    and that members with receipts average with a liar."""
     path, log = tmp_path / "record.json", tmp_path / "log"
     words = ["-m", "scripts.attacks.siege", "--rows", "member-x1e6", "--peers", 2, "--clip_members", 0]
     program = Warm([*words, "--seconds", 10, "--pairs", 1, "--seed", 1, "--record", path], ROOT, log, forks=True)
