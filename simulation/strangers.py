@@ -8,7 +8,6 @@ its signer brings itself, so records of invented keys without nodes go nowhere.
 import asyncio
 import contextlib
 import hashlib
-import importlib
 import random
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -40,11 +39,11 @@ async def attack(world: "World", row: str, *, members: int = 0) -> None:
     while world.scenario.peers > 1 and not all(machine.met() for machine in world.machines[: world.scenario.peers]):
         await asyncio.sleep(1)  # who has met nobody yet believes whoever comes first
     band = SimBand(world, random.Random(f"{world.scenario.seed} {row}"), members)
-    function = getattr(importlib.import_module(f"scripts.attacks.{ROWS[row].module}"), row.replace("-", "_"))
+    harm = ROWS[row].find()
     process = Process(SimpleNamespace(short=row, world=world), "stranger")
     band.process = process
     world.note(f"world: {row} comes")
-    attacking = process.spawn(function(band))
+    attacking = process.spawn(harm(band))
     await asyncio.wait([attacking])
     error = attacking.exception()
     world.checks.breach(f"the stranger of {row} ended", error=error)

@@ -44,7 +44,7 @@ _RECENT_ROUNDS = 12
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
 _TRUSTED_SECONDS = 30.0
-_OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN = "one-more-sample", "two-faced", "wrong-mean-to-all"
+_OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN = "one-more-sample", "two-faced", "member-wrong-means"
 """The rows that members play who lie."""
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",

@@ -5,18 +5,19 @@ Each stands in the records on the state that the honest peers are on, comes when
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from peer.sync.engine.codec import Part, Wire, rough_square
+from peer.sync.engine.codec import Part, Wire
 from peer.sync.engine.round.averaging import share_out
 from scripts.attacks.band import Band
 from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Record, Stranger, newest
 from swarm.digest import digest_json
+from swarm.slices import tree_digest
+from swarm.statements import input_statement
 
 _LOOK_SECONDS = 0.4
 _MOST_REDIRECTS = 4
@@ -104,7 +105,27 @@ def group_id(parent: str, group: Record) -> str:
 
 # ------------------------------------------------------------------ contributors
 
-Contributes = Callable[[Guest, Frames, list[Part]], Awaitable[None]]
+
+class Outlet:
+    """What goes to one reducer, part by part. With the last part comes our signature of them all, without which a run for members takes none."""
+
+    def __init__(self, guest: Guest, frames: Frames, group: str, parts: list[Part]):
+        self._guest, self._frames, self._group, self._parts = guest, frames, group, parts
+        self._hashes: list[bytes] = []
+        self.receive = frames.receive
+
+    async def send(self, data: bytes) -> None:
+        part = self._parts[len(self._hashes)]
+        self._hashes.append(part.layout.part_hash(memoryview(data)))
+        await self._frames.send(self._signed() if part is self._parts[-1] else {}, data)
+
+    def _signed(self) -> Record:
+        key = self._guest.stranger.key
+        statement = input_statement(self._guest.band.config.digest, self._group, self._frames.peer, tree_digest(self._hashes))
+        return {"signature": key.sign(statement), "key": key.public}
+
+
+Contributes = Callable[[Guest, Outlet, list[Part]], Awaitable[None]]
 
 
 def _at_random(guest: Guest) -> Record:
@@ -112,7 +133,7 @@ def _at_random(guest: Guest) -> Record:
     return {"samples": guest.band.rng.randint(1, 2 * guest.band.target), "norm": guest.band.rng.choice([1.0, 1e12])}
 
 
-async def _contribute(band: Band, sends: Contributes | None, states: Callable[[Guest], Record] = _at_random) -> None:
+async def contribute(band: Band, sends: Contributes | None, states: Callable[[Guest], Record] = _at_random) -> None:
     """Join every round as a member that nobody can dial, so that no rank ever makes us lead. sends: None: never goes to the reducers;
     states: the samples and the norm of what we bring."""
     (stranger,) = await band.come()
@@ -149,53 +170,34 @@ async def _to_reducer(guest: Guest, reducer: str, name: str, parts: list[Part], 
         frames = await guest.stranger.open(reducer, REDUCE)
         with contextlib.closing(frames):
             await frames.send({"group": name})
-            await sends(guest, frames, parts)
+            await sends(guest, Outlet(guest, frames, name, parts), parts)
 
 
-def _random(band: Band, part: Part) -> Tensor:
+def random_values(seed: int, part: Part) -> Tensor:
     """(elements,) in [-1, 1)."""
-    numbers = torch.Generator().manual_seed(band.rng.randrange(2**60))
+    numbers = torch.Generator().manual_seed(seed)
     return torch.rand(part.end - part.start, generator=numbers) * 2 - 1
 
 
-def _bytes(encoded: Tensor) -> bytes:
+def as_bytes(encoded: Tensor) -> bytes:
     return bytes(encoded.numpy())
 
 
-def _decoded(part: Part, data: bytes) -> Tensor:
+def decoded(part: Part, data: bytes) -> Tensor:
     return part.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-async def _garbage(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+async def _garbage(guest: Guest, reducer: Outlet, parts: list[Part]) -> None:
     """The means of the round before, turned round and made ten times as long; at first, and now and then, all that the wire can hold."""
     means: dict[int, Tensor] = guest.memory
     for part in parts:
-        values = _random(guest.band, part) * 10.0 ** guest.band.rng.uniform(1, 4.7)
+        values = random_values(guest.band.rng.randrange(2**60), part) * 10.0 ** guest.band.rng.uniform(1, 4.7)
         if part.start in means and guest.band.rng.random() < 0.5:
             values = means[part.start] * -10
-        await frames.send({}, _bytes(part.encode(values)))
+        await reducer.send(as_bytes(part.encode(values)))
     for part in parts:
-        _, data = await frames.receive(40)
-        means[part.start] = _decoded(part, data)
-
-
-def _all_it_may(guest: Guest) -> Record:
-    norm = math.sqrt(sum(rough_square(_turned(guest, part)) for part in guest.wire.parts))
-    return {"samples": 2 * guest.band.target, "norm": norm}
-
-
-def _turned(guest: Guest, part: Part) -> Tensor:
-    """20 times the opposite of the last mean, as it comes out at the other end; zeros before there was one."""
-    values = guest.memory.get(part.start, torch.zeros(part.end - part.start)) * -20
-    return part.decode(part.encode(values))
-
-
-async def _opposite(guest: Guest, frames: Frames, parts: list[Part]) -> None:
-    for part in parts:
-        await frames.send({}, _bytes(part.encode(_turned(guest, part))))
-    # Remembered once all have what was stated for it.
-    means = {part.start: _decoded(part, (await frames.receive(40))[1]) for part in parts}
-    guest.memory |= means
+        _, data = await reducer.receive(40)
+        means[part.start] = decoded(part, data)
 
 
 def _more_than_it_did(guest: Guest) -> Record:
@@ -203,45 +205,41 @@ def _more_than_it_did(guest: Guest) -> Record:
     return {"samples": 2 * guest.band.target, "norm": 0.0, "receipt": rng.choice(["", rng.randbytes(64).hex()])}
 
 
-async def _zeros(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+async def _zeros(guest: Guest, reducer: Outlet, parts: list[Part]) -> None:
     for part in parts:
-        await frames.send({}, _bytes(part.encode(torch.zeros(part.end - part.start))))
+        await reducer.send(as_bytes(part.encode(torch.zeros(part.end - part.start))))
     for _ in parts:
-        await frames.receive(40)
+        await reducer.receive(40)
 
 
-async def _not_finite(guest: Guest, frames: Frames, parts: list[Part]) -> None:
+async def _not_finite(guest: Guest, reducer: Outlet, parts: list[Part]) -> None:
     for part in parts:
-        await frames.send({}, b"\xff" * part.num_bytes)  # a NaN in every format of ours that has one
-    await frames.receive(60)
+        await reducer.send(b"\xff" * part.num_bytes)  # a NaN in every format of ours that has one
+    await reducer.receive(60)
 
 
-async def _nothing(guest: Guest, frames: Frames, parts: list[Part]) -> None:
-    await frames.receive(120)
+async def _nothing(guest: Guest, reducer: Outlet, parts: list[Part]) -> None:
+    await reducer.receive(120)
 
 
 async def sign_flip(band: Band) -> None:
-    await _contribute(band, _garbage)
-
-
-async def opposite(band: Band) -> None:
-    await _contribute(band, _opposite, _all_it_may)
+    await contribute(band, _garbage)
 
 
 async def over_claimed(band: Band) -> None:
-    await _contribute(band, _zeros, _more_than_it_did)
+    await contribute(band, _zeros, _more_than_it_did)
 
 
 async def nan(band: Band) -> None:
-    await _contribute(band, _not_finite)
+    await contribute(band, _not_finite)
 
 
 async def absent(band: Band) -> None:
-    await _contribute(band, None)
+    await contribute(band, None)
 
 
 async def silent(band: Band) -> None:
-    await _contribute(band, _nothing)
+    await contribute(band, _nothing)
 
 
 async def wrong_tickets(band: Band) -> None:
@@ -350,8 +348,8 @@ class Reducer:
 
 
 def _random_mean(band: Band, part: Part) -> Mean:
-    data = _bytes(part.encode(_random(band, part) * 10.0 ** band.rng.uniform(0, 4.7)))
-    return data, float(torch.linalg.vector_norm(_decoded(part, data), dtype=torch.float64)) ** 2
+    data = as_bytes(part.encode(random_values(band.rng.randrange(2**60), part) * 10.0 ** band.rng.uniform(0, 4.7)))
+    return data, float(torch.linalg.vector_norm(decoded(part, data), dtype=torch.float64)) ** 2
 
 
 async def wrong_means(band: Band) -> None:

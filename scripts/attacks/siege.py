@@ -1,6 +1,8 @@
 """Let strangers loose on real swarms, one for every row of the table of attacks, and say what each of them costs.
 
-    ./scripts/strangers                        every row, in about 20 minutes
+    ./scripts/strangers                        every row of strangers, in about 20 minutes
+    ./scripts/strangers --all --pairs 1        strangers on runs for members, members that lie, and a server: about an hour on two cores
+    ./scripts/strangers --all --rows member-nan,audited-sign-flip --pairs 1
     ./scripts/strangers --rows nan,long-header [--seconds 60] [--pairs 1]
     ./scripts/strangers --members              the same on runs for members, which the stranger is none of
     ./scripts/strangers --peers 4 --averaging centered --rows opposite,sign-flip
@@ -22,10 +24,15 @@ fit into --minutes (20) on this machine, fewer are run, and the first line says 
 24 rows with a rate take four waves of four minutes, which is one pair. `--pairs 3 --minutes 60` is the full thing there; 16 cores do it in 20.
 The other rows have an outcome instead of a rate, and are tried once.
 
+Members that lie are one of five, in a run for members with receipts, its clip and average those of a new run (--averaging, --clip_members). The
+undisturbed swarm has the four honest ones. `progress_lost` is the share of its progress that they lack (progress.py), at most 0.1;
+`banned_after_rounds`: until all have a proof, at most 20; `reported_after_rounds`: until a helper with --audit 1 names the liar, at most 50.
+Half a minute shows that a row works, and little of its cost: a stretched mean first speeds the others up, and then destroys the model.
+
 `ended` names the rows whose stranger ended, stopped or corrupted a run: an honest process that is gone, a made-up state taken, replicas
-that differ, a loss that grew, no round at the end of the window, a newcomer led astray, a server's run over. `beyond` are rows whose own figure is above its bound
-(memory, connections, milliseconds). The last line is JSON; the exit status is 0 when `ended` names only what is left to
-memberships, nothing is beyond, and the other rows keep 0.8 of the rounds.
+that differ, a loss that grew, no round at the end of the window, a newcomer led astray, a server's run over. `beyond` are rows of which a figure is above its bound
+(memory, connections, milliseconds, progress). The last line is JSON; the exit status is 0 when `ended` names only what is left to
+memberships, nothing is beyond, the other rows keep 0.8 of the rounds, and with --all those of strangers 0.95 in the median.
 """
 
 import argparse
@@ -47,43 +54,50 @@ if sys.path and sys.path[0] != str(ROOT):
 
 from benchmarks.common import about  # noqa: E402
 from scripts.attacks.hosted import Outcome, try_all  # noqa: E402
+from scripts.attacks.progress import lost  # noqa: E402
 from scripts.attacks.rows import ROWS, Row  # noqa: E402
-from scripts.attacks.swarm import START_SECONDS, Swarm, end_swarms  # noqa: E402
+from scripts.attacks.swarm import BESIDE_MEMBERS, BESIDE_STRANGERS, START_SECONDS, Kind, Swarm, end_swarms  # noqa: E402
 from scripts.churn.swarm import add_record_arguments, work_folder  # noqa: E402
 from scripts.demo.processes import end_all  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.lifeline import adopt_orphans  # noqa: E402
 
-RATIO = 0.8
+RATIO, MEDIAN = 0.8, 0.95
 _SWARMS_A_CORE = 5
 """A swarm of two peers with its stranger takes a fifth of a core; a heavy row's stranger as much as its swarm."""
 _WAVE_SECONDS = 75.0
 """What a wave takes besides its window, on two cores."""
 _HOSTED = ("ledger", "open server", "shard")
 _HOSTED_SECONDS = 150.0
+_WITH_MEMBERS = ("swarm", "newcomer", "lookup")
+"""What is tried on a run for members: `dd-export` would be a stranger itself."""
 _PEEK_SECONDS = 0.5
 Say = Callable[[str], None]
+_USUAL = Kind()
 
 
 class Siege:
     """Waves of rows, and what became of them."""
 
-    def __init__(self, folder: Path, *, seconds: float, peers: int, seed: int, say: Say, members: bool = False, averaging: str = "mean"):
-        self._folder, self._seconds, self._peers, self._seed, self._say = folder, seconds, peers, seed, say
-        self._members, self._kind = members, {"members": members, "averaging": averaging}
+    def __init__(self, folder: Path, *, seconds: float, seed: int, say: Say, kind: Kind = _USUAL, least_median: float = 0.0):
+        """least_median: what the median of the rows of strangers must keep of the rounds."""
+        self._folder, self._seconds, self._seed, self._say, self._kind = folder, seconds, seed, say, kind
+        self._least_median = least_median
         self.pairs: dict[str, list[tuple[float, float]]] = defaultdict(list)
         """By row: rounds with, and without."""
         self.reasons: dict[str, list[str]] = defaultdict(list)
         self.figures: dict[str, dict[str, float]] = defaultdict(dict)
+        self._lost: dict[str, list[float]] = defaultdict(list)
+        """By row of a member, and pair: the share of the progress."""
         self.broken: dict[str, str] = {}
         self._undisturbed: list[float] = []
         """Rounds of the swarms that nobody came to, by wave."""
 
     def wave(self, number: int, pair: int, rows: Sequence[Row]) -> None:
-        """These rows at once, beside a swarm that nobody comes to."""
-        place = self._folder / f"wave-{number}"
-        swarms = [Swarm(place / row.id, self._peers, row, self._seed + pair, **self._kind) for row in rows]
-        control = Swarm(place / "control", self._peers, **self._kind)
+        """These rows at once, all of one kind, beside a swarm of that kind that nobody comes to."""
+        place, kind = self._folder / f"wave-{number}", self._kind.of(rows[0])
+        swarms = [Swarm(place / row.id, kind, row, self._seed + pair) for row in rows]
+        control = Swarm(place / "control", kind)
         everybody = [control, *swarms]
         try:
             self._until("averages together", everybody, lambda swarm: swarm.tend(), START_SECONDS)
@@ -91,11 +105,10 @@ class Siege:
                 if not swarm.broken:
                     swarm.let_in(self._seconds)
             self._until("has its window behind it", everybody, self._window, self._seconds + START_SECONDS)
-            if control.broken:
-                raise UserError(f"The undisturbed swarm {control.broken}.", fix="Try --at_once with fewer.", code=ExitCode.FAILED)
             for swarm in swarms:
                 self._judge(swarm, control)
-            self._undisturbed.append(control.rounds_within(control.began, control.began + self._seconds))
+            if not (control.broken or rows[0].let_in):
+                self._undisturbed.append(control.rounds_within(control.began, control.began + self._seconds))
         finally:
             end_swarms(everybody)
 
@@ -114,6 +127,8 @@ class Siege:
 
     def _judge(self, swarm: Swarm, control: Swarm) -> None:
         row = swarm.row
+        if control.broken:
+            return self._give_up(row, f"the undisturbed swarm: {control.broken}; try --at_once with fewer")
         if swarm.broken:
             return self._give_up(row, swarm.broken)
         end = min(time.time(), swarm.began + self._seconds)
@@ -125,11 +140,14 @@ class Siege:
         reasons = swarm.reasons(end, control.loss(swarm.began), without > 0)
         self.reasons[row.id] += reasons
         self.figures[row.id] |= swarm.figures(end, control.grown_mib()) | {"loss": swarm.loss(swarm.began), "loss_without": control.loss(swarm.began)}
+        if row.let_in:
+            self._lost[row.id].append(lost(*(some.progress(swarm.began, end) for some in (swarm, control))))
+            self.figures[row.id]["progress_lost"] = round(statistics.median(self._lost[row.id]), 3)
         self._say(_line(row, f"{with_:5.1f} of {without:5.1f} rounds", reasons, self.figures[row.id]))
 
     def _give_up(self, row: Row, why: str) -> None:
         self.broken[row.id] = why
-        self._say(f"{row.id:18} COULD NOT BE TRIED: {why}")
+        self._say(f"{row.id:20} COULD NOT BE TRIED: {why}")
 
     def hosted(self, rows: Sequence[Row]) -> None:
         """The rows with an outcome at a server or a program."""
@@ -145,49 +163,64 @@ class Siege:
     def verdict(self) -> dict[str, Any]:
         ratios = {row: statistics.median(_ratio(*pair) for pair in pairs) for row, pairs in self.pairs.items()}
         ended = [row for row, reasons in self.reasons.items() if reasons]
-        beyond = {row: self.figures[row][ROWS[row].figure] for row in self.figures if _is_beyond(ROWS[row], self.figures[row])}
-        excused = {row.id for row in ROWS.values() if row.members and not self._members and self._kind["averaging"] == "mean"}
+        beyond = {row: some[0] for row in self.figures if (some := _beyond(ROWS[row], self.figures[row]))}
+        open_run = not self._kind.members and self._kind.averaging == "mean"
+        excused = {row.id for row in ROWS.values() if row.members and open_run}
+        outsiders = [ratio for row, ratio in ratios.items() if not ROWS[row].let_in]
+        median = statistics.median(outsiders) if outsiders else None
         slow = [row for row, ratio in ratios.items() if ratio < RATIO and row not in excused]
+        few = median is not None and median < self._least_median
         return {
-            **self._kind,
+            "members": self._kind.members,
+            "averaging": self._kind.averaging,
             "rounds_ratio": {row: round(ratio, 3) for row, ratio in ratios.items()},
+            "rounds_median": round(median, 3) if outsiders else None,
+            **{name: self._of_each(name) for name in ("progress_lost", "banned_after_rounds", "reported_after_rounds")},
             "ended": ended,
             "beyond": beyond,
             "broken": self.broken,
-            "holds": not slow and not beyond and not self.broken and excused.issuperset(ended),
+            "holds": not (slow or beyond or self.broken or few) and excused.issuperset(ended),
             "why": {row: reasons[:3] for row, reasons in self.reasons.items() if reasons},
             "figures": {row: figures for row, figures in self.figures.items() if figures},
         }
+
+    def _of_each(self, figure: str) -> dict[str, float]:
+        """The figure of each row that has it."""
+        return {row: figures[figure] for row, figures in self.figures.items() if figure in figures}
 
 
 def _ratio(with_: float, without: float) -> float:
     return with_ / without if without else 0.0
 
 
-def _is_beyond(row: Row, figures: dict[str, float]) -> bool:
-    return bool(row.figure) and figures.get(row.figure, 0.0) > row.bound
+def _beyond(row: Row, figures: dict[str, float]) -> list[float]:
+    """The figures that are above their bounds, the row's own first."""
+    return [figures[name] for name, bound in row.bounds().items() if figures.get(name, 0.0) > bound]
 
 
 def _line(row: Row, rounds: str, reasons: Sequence[str], figures: dict[str, float]) -> str:
-    shown = "  ".join(f"{name} {value:g}" for name, value in figures.items() if name == row.figure or name == "newcomer_seconds")
-    return f"{row.id:18} {rounds:24} {shown}" + (f"  ENDED: {reasons[0]}" if reasons else "")
+    shown = "  ".join(f"{name} {value:g}" for name, value in figures.items() if name in row.bounds() or name == "newcomer_seconds")
+    return f"{row.id:20} {rounds:24} {shown}" + (f"  ENDED: {reasons[0]}" if reasons else "")
 
 
 def waves_of(rows: Sequence[Row], at_once: int) -> list[list[Row]]:
-    """At most `at_once` swarms at a time, the undisturbed one included; heavy rows apart from the others, half as many, and last."""
+    """At most `at_once` swarms at a time, the undisturbed one included. Apart from the others: the heavy rows, half as many at a time, and those of
+    members, a third as many, since each swarm has more than twice as many peers."""
     waves = []
-    for heavy in (False, True):
-        some = [row for row in rows if row.kind not in _HOSTED and row.heavy == heavy]
-        most = max((at_once // 2 if heavy else at_once) - 1, 1)
+    for let_in, heavy, size in ((False, False, 1), (False, True, 2), (True, False, 3)):
+        some = [row for row in rows if row.kind not in _HOSTED and (row.let_in, row.heavy) == (let_in, heavy)]
+        most = max(at_once // size - 1, 1)
         count = math.ceil(len(some) / most)
         waves += [some[number::count] for number in range(count)]
     return waves
 
 
-def chosen(names: str) -> list[Row]:
+def chosen(names: str, *, everything: bool = False) -> list[Row]:
+    """Named, or all: those of members only where `everything` is meant. Raises UserError."""
     if unknown := [name for name in names.split(",") if name and name not in ROWS]:
         raise UserError(f"There is no row {', '.join(unknown)}.", fix=f"There are: {', '.join(ROWS)}.")
-    return [ROWS[name] for name in names.split(",") if name] or list(ROWS.values())
+    named = [ROWS[name] for name in names.split(",") if name]
+    return named or [row for row in ROWS.values() if everything or not row.let_in]
 
 
 def how_many_pairs(asked: int, minutes: float, waves: int, seconds: float, hosted: bool) -> int:
@@ -200,22 +233,25 @@ def main(argv: Sequence[str]) -> int:
     args = _arguments(argv)
     if args.list:
         for row in ROWS.values():
-            print(f"{row.id:18} {row.does}{' (only memberships end it)' if row.members else ''}")
+            print(f"{row.id:20} {row.does}{' (only memberships end it)' if row.members else ''}")
         return 0
-    rows = [row for row in chosen(args.rows) if not args.members or row.kind in ("swarm", "newcomer", "lookup")]
+    members, kinds = args.members or args.all, _WITH_MEMBERS + (_HOSTED if args.all else ())
+    rows = [row for row in chosen(args.rows, everything=args.all) if not members or row.kind in kinds]
     at_once = args.at_once or max(2, _SWARMS_A_CORE * len(os.sched_getaffinity(0)))
     waves, hosted = waves_of(rows, at_once), [row for row in rows if row.kind in _HOSTED]
     pairs = how_many_pairs(args.pairs, args.minutes, len(waves), args.seconds, bool(hosted))
+    minutes = (pairs * len(waves) * (args.seconds + _WAVE_SECONDS) + bool(hosted) * _HOSTED_SECONDS) / 60
     say: Say = lambda text: print(text, flush=True)  # noqa: E731
     say(
-        f"{len(rows)} rows; seed {args.seed}; windows of {args.seconds:g} s in {len(waves)} waves of up to {at_once} swarms of {args.peers} peers; "
-        f"{pairs} of the {args.pairs} pairs fit into {args.minutes:g} min"
+        f"{len(rows)} rows; seed {args.seed}; windows of {args.seconds:g} s in {len(waves)} waves of up to {at_once} swarms; "
+        f"{pairs} of the {args.pairs} pairs fit into {args.minutes:g} min: about {minutes:.0f}"
     )
     adopt_orphans()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # all that was started is ended on the way out
     began = time.monotonic()
     with work_folder(args.keep) as folder:
-        siege = Siege(folder, seconds=args.seconds, peers=args.peers, seed=args.seed, say=say, members=args.members, averaging=args.averaging)
+        kind = Kind(peers=args.peers, members=members, averaging=args.averaging, clip_members=args.clip_members)
+        siege = Siege(folder, seconds=args.seconds, seed=args.seed, say=say, kind=kind, least_median=MEDIAN if args.all else 0.0)
         try:
             for pair in range(pairs):
                 for number, some in enumerate(waves):
@@ -226,7 +262,8 @@ def main(argv: Sequence[str]) -> int:
     told = {
         "seconds": args.seconds,
         "pairs": pairs,
-        "peers": args.peers,
+        "peers": args.peers or BESIDE_STRANGERS,
+        "peers_beside_members": args.peers or BESIDE_MEMBERS,
         "seed": args.seed,
         "minutes": round((time.monotonic() - began) / 60, 1),
     }
@@ -240,14 +277,16 @@ def main(argv: Sequence[str]) -> int:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="strangers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="ids with commas between them [all]")
+    parser.add_argument("--all", action="store_true", help="every row: of strangers and of members, in runs for members, and at a server")
     parser.add_argument("--list", action="store_true", help="say what rows there are, and end")
     parser.add_argument("--seconds", type=float, default=180.0, help="from a stranger's arrival [180]")
     parser.add_argument("--pairs", type=int, default=3, help="N pairs of runs, with and without the attacker; their median counts [3]")
     parser.add_argument("--minutes", type=float, default=20.0, help="run fewer pairs if these take longer than N minutes [20]")
     parser.add_argument("--at_once", type=int, default=0, help="swarms at a time [5 per core]")
-    parser.add_argument("--peers", type=int, default=2, help="honest peers of a swarm [2]")
+    parser.add_argument("--peers", type=int, default=0, help="honest peers of a swarm [2, and 4 where a member lies]")
     parser.add_argument("--members", action="store_true", help="runs for members, and the stranger is not a member; without the rows that need a server")
     parser.add_argument("--averaging", choices=("mean", "centered"), default="mean", help="the runs' [mean]")
+    parser.add_argument("--clip_members", type=float, help="the runs' [that of a new run]; 0: nobody is clipped")
     parser.add_argument("--seed", type=int, default=0)
     add_record_arguments(parser)
     return parser.parse_args(argv)

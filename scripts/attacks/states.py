@@ -235,7 +235,15 @@ async def long_header(band: Band) -> None:
 
 
 async def drip_donor(band: Band) -> None:
-    await _sign_forgeries(band, _many_samples, identities=3, again_seconds=60, slowly=band.rng.uniform(1, 4))
+    await _drip(band, 3)
+
+
+async def drip_alone(band: Band) -> None:
+    await _drip(band, 1)
+
+
+async def _drip(band: Band, identities: int) -> None:
+    await _sign_forgeries(band, _many_samples, identities=identities, again_seconds=60, slowly=band.rng.uniform(1, 4))
 
 
 async def false_copies(band: Band) -> None:
@@ -351,7 +359,3 @@ async def _hog(band: Band, stranger: Stranger, peer: str) -> None:
                 await asyncio.sleep(band.rng.uniform(2, 30))
                 await frames.swallow()
     await asyncio.sleep(0.2)
-
-
-async def drip_newcomer(band: Band) -> None:
-    await drip_donor(band)

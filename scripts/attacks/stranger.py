@@ -8,7 +8,6 @@ time is over, or by SIGTERM.
 import argparse
 import asyncio
 import contextlib
-import importlib
 import random
 import signal
 import sys
@@ -24,8 +23,7 @@ async def live(args: argparse.Namespace) -> None:
     """Attack until the time is over or somebody ends us."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda *_: None)  # hivemind's tasks that p2pd's end leaves behind
-    row = ROWS[args.row]
-    attack = getattr(importlib.import_module(f"scripts.attacks.{row.module}"), row.id.replace("-", "_"))
+    attack = ROWS[args.row].find()
     async with contextlib.AsyncExitStack() as stack:
         band = Band(args.address, args.folder, random.Random(args.seed), stack, args.url, args.token, args.host_key)
         attacking = asyncio.create_task(attack(band))
@@ -39,7 +37,7 @@ async def live(args: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="stranger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("row", choices=sorted(ROWS))
+    parser.add_argument("row", choices=sorted(row.id for row in ROWS.values() if not row.trains))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--address", default="")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,18 +1,23 @@
 """An honest swarm of toy peers, a stranger that comes to it, and what became of the peers meanwhile."""
 
+import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
+from scripts.attacks.progress import RATE, progress
 from scripts.attacks.rows import Row
 from scripts.churn import checks
 from scripts.churn.swarm import ROOT
 from scripts.demo.processes import Program, Said, said
 
+BESIDE_STRANGERS, BESIDE_MEMBERS = 2, 4
+"""Honest peers, where the stranger is no member, and where it is one of five."""
 START_SECONDS = 240.0
 READY_ROUNDS = 3
 _STOPPED_SECONDS = 60.0
@@ -30,10 +35,11 @@ def last_word(program: Program) -> str:
 
 
 class Toy:
-    def __init__(self, folder: Path, strategy: str, *peers: str, members: bool = False, averaging: str = "mean"):
+    """words: what else it is told: addresses of peers, and options."""
+
+    def __init__(self, folder: Path, strategy: str, *words: str):
         self.name, self.folder = folder.name, folder
-        peers += (f"--averaging={averaging}", *((f"--host_key={folder.parent / 'host.key'}",) if members else ()))
-        command = [sys.executable, "-m", "scripts.attacks.toy", str(folder), strategy, *peers]
+        command = [sys.executable, "-m", "scripts.attacks.toy", str(folder), strategy, *words]
         self.program = Program(self.name, command, folder.with_suffix(".log"), {}, ROOT)
 
     def address(self) -> str:
@@ -43,8 +49,8 @@ class Toy:
     def rounds(self) -> list[Said]:
         return checks.read_rounds(self.folder)
 
-    def losses(self, since: float) -> list[float]:
-        return [line["loss"] for line in said(self.program) if line.get("event") == "loss" and line["time"] >= since]
+    def losses(self, since: float, until: float = math.inf) -> list[float]:
+        return [line["loss"] for line in said(self.program) if line.get("event") == "loss" and since <= line["time"] < until]
 
     def memory_mib(self) -> float:
         """Resident, of it and its sidecar and p2pd."""
@@ -58,15 +64,36 @@ class Toy:
         return total / 2**20
 
 
-class Swarm:
-    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody. members: whether the run is for members; averaging: the run's."""
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Of a swarm. peers: honest ones; 0: two, where a member lies four. members: whether the run is for members. averaging, clip_members: the run's. rate: `Toy`'s; 0: the usual."""
 
-    def __init__(
-        self, folder: Path, peers: int, row: Row | None = None, seed: int = 0, *, members: bool = False, averaging: str = "mean"
-    ):
-        self.row, self.seed, self._folder, self._count, self._averaging = row, seed, folder, peers, averaging
+    peers: int = 0
+    members: bool = False
+    averaging: str = "mean"
+    clip_members: float | None = None
+    rate: float = 0.0
+
+    def of(self, row: Row) -> "Kind":
+        """That `row` is tried on: members, where the stranger is one."""
+        if row.let_in:
+            return replace(self, peers=self.peers or BESIDE_MEMBERS, members=True, rate=RATE)
+        return replace(self, peers=self.peers or BESIDE_STRANGERS)
+
+    def words(self, folder: Path) -> list[str]:
+        """For its programs; folder: where the host's key lies."""
+        words = [f"--averaging={self.averaging}"]
+        words += [f"--host_key={folder / 'host.key'}"] if self.members else []
+        words += [f"--clip_members={self.clip_members}"] if self.clip_members is not None else []
+        return words + ([f"--rate={self.rate}"] if self.rate else [])
+
+
+class Swarm:
+    """Honest peers that average before anybody comes; `row`: what then comes, None: nobody."""
+
+    def __init__(self, folder: Path, kind: Kind, row: Row | None = None, seed: int = 0):
+        self.row, self.seed, self._folder, self._kind = row, seed, folder, kind
         self._let_in = row is not None and row.let_in
-        self._members = members or self._let_in
         self.name = row.id if row else "control"
         self._strategy = row.strategy if row else "parameters"
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,25 +101,28 @@ class Swarm:
         self.stranger: Program | None = None
         self.victim: Program | None = None
         self.newcomer: Toy | None = None
+        self.helper: Program | None = None
         self.broken = ""
         """Why the row could not be tried: then it says nothing."""
         self.began = 0.0
         """When the stranger arrived, by time.time()."""
         self._memory = self._listens_since = 0.0
 
-    def _toy(self, name: str, *peers: str) -> Toy:
-        return Toy(self._folder / name, self._strategy, *peers, members=self._members, averaging=self._averaging)
+    def _toy(self, name: str, *words: str) -> Toy:
+        return Toy(self._folder / name, self._strategy, *words, *self._kind.words(self._folder))
 
     # ---------------------------------------------------------------- life
 
     def tend(self) -> bool:
         """Start whoever is missing; whether all average together."""
-        address = self._toys[0].address()
-        if address and len(self._toys) < self._count:
-            numbers = range(len(self._toys) + 1, self._count + 1)
-            self._toys += [self._toy(f"peer-{number}", address) for number in numbers]
-        together = [sum(len(line["members"]) == self._count for line in toy.rounds()) for toy in self._toys]
-        return len(together) == self._count and min(together) >= READY_ROUNDS
+        address, count = self._toys[0].address(), self._kind.peers
+        if address and len(self._toys) < count:
+            self._toys += [self._toy(f"peer-{number}", address) for number in range(len(self._toys) + 1, count + 1)]
+        if address and self.row and self.row.audited and self.helper is None:
+            command = [sys.executable, "-m", "scripts.attacks.helper", str(self._folder / "helper"), address, *self._kind.words(self._folder)]
+            self.helper = Program("helper", command, self._folder / "helper.log", {}, ROOT)
+        together = [sum(len(line["members"]) == count for line in toy.rounds()) for toy in self._toys]
+        return len(together) == count and min(together) >= READY_ROUNDS and (self.helper is None or bool(self.helper.address()))
 
     def let_in(self, seconds: float) -> None:
         """A stranger that knows one peer's address. Without a row: nobody comes, and the window begins."""
@@ -101,6 +131,9 @@ class Swarm:
             self.began = time.time()
             return
         address = self._toys[self.seed % len(self._toys)].address()
+        if self.row.trains:
+            self.stranger = self._toy("stranger", address, self.row.trains).program
+            return
         command = [sys.executable, "-m", "scripts.attacks.stranger", self.row.id, str(self._folder / "stranger"), "--address", address]
         command += ["--seed", str(self.seed), "--seconds", str(seconds + START_SECONDS)]
         command += ["--host_key", str(self._folder / "host.key")] if self._let_in else []
@@ -129,8 +162,10 @@ class Swarm:
 
     def _arrived(self) -> bool:
         """Where it is no member, many an attack never comes to its beginning; it tries from the moment in which it knows the run."""
+        if self.row.trains:
+            return bool(checks.read_rounds(self._folder / "stranger"))
         events = {line.get("event") for line in said(self.stranger)}
-        return "arrived" in events or (self._members and not self._let_in and "came" in events)
+        return "arrived" in events or (self._kind.members and not self._let_in and "came" in events)
 
     def _run_id(self) -> str:
         """As a newcomer has it from its host, and not from anybody in the swarm."""
@@ -148,7 +183,7 @@ class Swarm:
     @property
     def programs(self) -> list[Program]:
         toys = [*self._toys, *([self.newcomer] if self.newcomer else [])]
-        return [*(toy.program for toy in toys), *filter(None, (self.stranger, self.victim))]
+        return [*(toy.program for toy in toys), *filter(None, (self.stranger, self.victim, self.helper))]
 
     def end(self) -> None:
         for program in self.programs:
@@ -177,6 +212,10 @@ class Swarm:
         """The worst peer's, in the middle of what it said; infinite when one said nothing."""
         return max((statistics.median(toy.losses(since) or [float("inf")]) for toy in self._toys), default=0.0)
 
+    def progress(self, since: float, until: float) -> float:
+        """Of the honest peers: see `progress.py`."""
+        return progress(toy.losses(since, until) for toy in self._toys)
+
     def figures(self, end: float, undisturbed_mib: float) -> dict[str, float]:
         figures = {"grown_mib": round(self.grown_mib() - undisturbed_mib)}
         for line in said(self.stranger) if self.stranger else []:
@@ -184,9 +223,12 @@ class Swarm:
                 figures["knocks_a_minute"] = round(60 * line["knocks"] / max(end - self.began, 1), 1)
         if (joined := self._newcomer_joined()) is not None:
             figures["newcomer_seconds"] = round(joined, 1)
-        if lies := self._lies():
+        if (lies := self._lies()) and (self._must_prove() or all(self._proven())):
             proven = max((at or end for at in self._proven()), default=end)
             figures["banned_after_rounds"] = round(self.rounds_within(min(lies), proven), 1)
+        if self.helper is not None:
+            reported = min((at for at, peer in self._reports() if peer in self._liars()), default=end)
+            figures["reported_after_rounds"] = round(self.rounds_within(self.began, reported), 1)
         return figures
 
     def reasons(self, end: float, control_loss: float, control_moves: bool) -> list[str]:
@@ -195,7 +237,8 @@ class Swarm:
         lines = [line for toy in self._toys for line in toy.rounds()]
         if taken := [line["digest"][:8] for line in lines if line["digest"] in self.forged()]:
             found.append(f"took made-up states {len(taken)} times, first {taken[0]}")
-        found += self._unproven() if self._let_in else [f"replicas split: {text}" for text in checks.unequal_states(lines)[:1]]
+        found += self._unproven() if self._must_prove() else [f"replicas split: {text}" for text in checks.unequal_states(lines)[:1]]
+        found += self._unreported()
         last = max(end - max(_STOPPED_SECONDS, (end - self.began) / 3), self.began)
         loss = self.loss(last)
         if control_moves and end - last >= _STOPPED_SECONDS / 2 and not self.rounds_within(last, end):
@@ -204,8 +247,12 @@ class Swarm:
             found.append(f"loss {loss:.2g} (without {control_loss:.2g})")
         return found + self._misled()
 
+    def _must_prove(self) -> bool:
+        """Whether what it does is a lie that members can prove."""
+        return self.row.figure == "banned_after_rounds"
+
     def _lies(self) -> list[float]:
-        """When the stranger gave a member another mean than the others, by time.time()."""
+        """When the stranger gave a member a wrong mean, by time.time()."""
         return [line["time"] for line in said(self.stranger) if line.get("event") == "lied"] if self.stranger else []
 
     def _proven(self) -> list[float]:
@@ -218,6 +265,23 @@ class Swarm:
         if not self._lies():
             return ["the stranger came to no lie"]
         return [f"{toy.name} has no proof" for toy, proven in zip(self._toys, self._proven(), strict=True) if not proven]
+
+    def _liars(self) -> set[str]:
+        """The stranger's peer ids."""
+        trainer = self.stranger.address().rpartition("/")[2]
+        return {peer for line in said(self.stranger) for peer in line.get("peers", ())} | {trainer}
+
+    def _reports(self) -> list[tuple[float, str]]:
+        """Whom the helper reported, and when."""
+        return [(line["time"], line["peer"]) for line in said(self.helper) if line.get("event") == "reported"] if self.helper else []
+
+    def _unreported(self) -> list[str]:
+        """What is wrong with the helper's reports: it must name the liar, and nobody else."""
+        if self.helper is None:
+            return []
+        named = {peer for _, peer in self._reports()}
+        found = [f"the helper reported the honest {peer[-6:]}" for peer in sorted(named - self._liars())]
+        return found if named & self._liars() else [*found, f"the helper did not report the liar: {last_word(self.helper)}"]
 
     def _misled(self) -> list[str]:
         """What the newcomer or the program that met the stranger was led to."""

@@ -1,6 +1,6 @@
-"""A member that assists, reduces as it should, and gives one member of each group another mean. It signs both (docs/decisions/0028).
+"""Members that assist, and sign each mean that they give: a wrong one to all (`wrong_mean.py`), or here to one member of each group (docs/decisions/0028).
 
-And it frames: it makes proofs of what honest reducers signed for it. None of them holds.
+This one also frames: it makes proofs of what honest reducers signed for it. None of them holds.
 """
 
 import asyncio
@@ -43,19 +43,19 @@ class _Round:
     """To each, so far."""
 
 
-class TwoFaced(Reducer):
+class Signing(Reducer):
+    """Reduces its share as it should, signs what it gives, and turns the mean round for those that `_is_lied_to` names: here for all."""
+
     def __init__(self, band: Band):
         super().__init__(band, lambda part, sent: (sent, 0.0))
         self._rounds: dict[str, _Round] = {}
         self._news = asyncio.Condition()
-        self._framing = Framing(band)
 
-    async def run(self) -> None:
-        framing = asyncio.create_task(self._framing.frame_forever())
-        try:
-            await super().run()
-        finally:
-            framing.cancel()
+    def _is_lied_to(self, known: _Round, peer: str) -> bool:
+        return True
+
+    async def _goes_on(self, guest: Guest, group: Group) -> None:
+        """Once it is in a group."""
 
     async def _take_part(self, guest: Guest) -> None:
         self._key = guest.stranger.key
@@ -72,8 +72,7 @@ class TwoFaced(Reducer):
             del self._rounds[next(iter(self._rounds))]
         async with self._news:
             self._news.notify_all()
-        others = [peer for peer in group.reducers if peer != guest.stranger.peer_id]
-        await asyncio.gather(*(self._framing.listen(guest, peer, group) for peer in others))
+        await self._goes_on(guest, group)
 
     def _reduction(self, guest: Guest, group: Group, share: Sequence[int]) -> Reduction:
         """As an honest reducer has it."""
@@ -101,7 +100,7 @@ class TwoFaced(Reducer):
         reduction, given = known.reduction, known.given.setdefault(frames.peer, Given())
         for index, part in enumerate(reduction.parts):
             data, square = await reduction.mean(index)
-            if self._lies_to(known, frames.peer):
+            if self._is_lied_to(known, frames.peer):
                 data, square = _turned_round(part, data)
             given.add(part, data, square)
             said = {"square": square}
@@ -114,16 +113,33 @@ class TwoFaced(Reducer):
         """Ours, if we give all the same wrong mean."""
         return ""
 
-    def _lies_to(self, known: _Round, peer: str) -> bool:
-        return peer == known.victim
-
     def _signed(self, known: _Round, peer: str, given: Given) -> Record:
         inputs = inputs_digest(known.reduction.signed_inputs)
-        if self._lies_to(known, peer):
+        if self._is_lied_to(known, peer):
             members = [[member.peer, member.number, member.samples] for member in known.group.members]
             self.band.say(event="lied", time=time.time(), parent=known.group.parent, members=members, to_all_by=self._to_all_by)
         signature = self._key.sign(statement(self.band.config.digest, known.group.id, given.digest(inputs)))
         return {"inputs": inputs, "signature": signature, "key": self._key.public}
+
+
+class TwoFaced(Signing):
+    def __init__(self, band: Band):
+        super().__init__(band)
+        self._framing = Framing(band)
+
+    async def run(self) -> None:
+        framing = asyncio.create_task(self._framing.frame_forever())
+        try:
+            await super().run()
+        finally:
+            framing.cancel()
+
+    def _is_lied_to(self, known: _Round, peer: str) -> bool:
+        return peer == known.victim
+
+    async def _goes_on(self, guest: Guest, group: Group) -> None:
+        others = [peer for peer in group.reducers if peer != guest.stranger.peer_id]
+        await asyncio.gather(*(self._framing.listen(guest, peer, group) for peer in others))
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import contextlib
 from peer.sync.engine.round.checks import INPUTS
 from scripts.attacks.band import Band
 from scripts.attacks.rounds import Guest
-from scripts.attacks.two_faced import TwoFaced, _Round
+from scripts.attacks.two_faced import Signing
 from scripts.attacks.wire import Frames, Gone
 
 _PRY_SECONDS = 5.0
 
 
-class WrongMean(TwoFaced):
+class WrongMean(Signing):
     async def run(self) -> None:
         prying = asyncio.create_task(self._pry_forever())
         try:
@@ -30,9 +30,6 @@ class WrongMean(TwoFaced):
     @property
     def _to_all_by(self) -> str:
         return self._key.peer_id
-
-    def _lies_to(self, known: _Round, peer: str) -> bool:
-        return True
 
     async def _show(self, frames: Frames) -> None:
         """What members signed, to whoever asks: it brings nothing of its own."""

@@ -28,7 +28,7 @@ def toy(folder, rounds, proven_at=None):
 
 def swarm_of(said, *toys):
     swarm = Swarm.__new__(Swarm)
-    swarm.row, swarm.began, swarm._let_in, swarm._memory, swarm.newcomer = ROWS["two-faced"], 90.0, True, 0.0, None
+    swarm.row, swarm.began, swarm._memory, swarm.newcomer, swarm.helper = ROWS["two-faced"], 90.0, 0.0, None, None
     swarm._toys, swarm.stranger = list(toys), SimpleNamespace(text=lambda: said)
     return swarm
 

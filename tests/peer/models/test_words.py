@@ -1,7 +1,5 @@
 """Tables of words that are in bf16 in their files stay so, and give the bits of float32 ones."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
