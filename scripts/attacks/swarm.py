@@ -223,7 +223,7 @@ class Swarm:
                 figures["knocks_a_minute"] = round(60 * line["knocks"] / max(end - self.began, 1), 1)
         if (joined := self._newcomer_joined()) is not None:
             figures["newcomer_seconds"] = round(joined, 1)
-        if (lies := self._lies()) and (self._must_prove() or all(self._proven())):
+        if lies := self._lies():
             proven = max((at or end for at in self._proven()), default=end)
             figures["banned_after_rounds"] = round(self.rounds_within(min(lies), proven), 1)
         if self.helper is not None:

@@ -12,8 +12,8 @@ from peer.audit.measuring import Measuring
 from peer.audit.orders import Order, answer
 from peer.contracts import Params
 from peer.drawing.errand import Errand
-from peer.export import fill
 from peer.machine.device import Precision
+from peer.results.exporting import fill
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.vectors import Schema
 from scripts.attacks.toy import Toy, new_params

@@ -258,13 +258,6 @@ def test_a_helper_that_names_nobody_or_an_honest_member_is_said(tmp_path):
     assert wrong._unreported() == ["the helper reported the honest Honest"]
 
 
-def test_a_lie_that_nobody_can_prove_yet_has_no_round_of_its_ban(tmp_path):
-    swarm = audited(tmp_path)
-    lied = '{"event": "lied", "time": 110.0, "parent": "p", "members": []}\n'
-    swarm.row, swarm.helper, swarm.stranger = ROWS["member-wrong-means"], None, SimpleNamespace(text=lambda: lied, address=lambda: "")
-    assert "banned_after_rounds" not in swarm.figures(300.0, 0.0) and not swarm._must_prove()
-
-
 # ------------------------------------------------------------------ a row, for some seconds
 
 
