@@ -14,18 +14,23 @@ import torch
 from peer.audit.tally import LEAST_ROUNDS, Tally
 from peer.config import PeerConfig
 from peer.contracts import SyncReport
-from peer.sync.engine.codec import Wire, add_up, rough_square
+from peer.sync.engine.codec import PART_ELEMENTS, Wire, add_up, rough_square
+from peer.sync.engine.round.share_seals import part_hash
 from peer.sync.engine.state import first_state
 from peer.sync.engine.vectors import Schema, flatten
 from scripts.attacks import siege, toy_audit
 from scripts.attacks.lies import Noise, Stretched
 from scripts.attacks.progress import RATE, lost, place, progress
+from scripts.attacks.rounds import Outlet, as_bytes
 from scripts.attacks.rows import ROWS
 from scripts.attacks.swarm import Kind, Swarm
 from scripts.attacks.toy import Registered, Toy, build, new_params, read_run
-from swarm.peer_key import PeerKey
+from scripts.attacks.wire import Key
+from swarm.peer_key import PeerKey, has_signed
 from swarm.receipts import Receipts
 from swarm.signing import HostKey
+from swarm.slices import tree_digest
+from swarm.statements import input_statement
 from tests.conftest import ROOT
 from tests.warm import Warm
 
@@ -164,13 +169,31 @@ class Frames:
     def __init__(self, mean):
         self.came, self._mean, self._asked = [], mean, 0
 
-    async def send(self, header, payload):
+    async def send(self, payload):
         self.came.append(payload)
 
     async def receive(self, seconds):
         part = WIRE.parts[self._asked]
         self._asked += 1
         return {}, bytes(part.encode(part.of(self._mean)).numpy())
+
+
+def test_with_its_last_part_a_contribution_is_signed_as_members_sign():
+    """A run for members takes none without that, so no member's lie would come to a mean."""
+    key, wire, came = Key(), Wire("fp16", 2 * PART_ELEMENTS), []
+
+    async def send(header, data):
+        came.append((header, data))
+
+    frames = SimpleNamespace(peer="QmReducer", send=send, receive=None)
+    guest = SimpleNamespace(stranger=SimpleNamespace(key=key), band=SimpleNamespace(config=SimpleNamespace(digest="run")))
+    outlet = Outlet(guest, frames, "group", wire.parts)
+    encoded = [part.encode(torch.ones(part.end - part.start)) for part in wire.parts]
+    for data in encoded:
+        asyncio.run(outlet.send(as_bytes(data)))
+    (first, _), (last, _) = came
+    digest = tree_digest([part_hash(part, data) for part, data in zip(wire.parts, encoded, strict=True)])
+    assert first == {} and has_signed(key.peer_id, input_statement("run", "group", "QmReducer", digest), **last)
 
 
 def sent_by(lie, who, mean):
