@@ -1,8 +1,9 @@
 """Tensors without numbers: a model's own code runs on them, and holds no memory.
 
-PyTorch has two kinds of its own. Those of the device `meta` do not say that they are on a CPU, so autocast passes over them. Its fake ones ask Python for
-their device three times in an operation, and come with its compiler, which takes 2.7 s of a core to load. A hollow tensor says that it is on
-the CPU, and has one of `meta` within: a step of a tiny Stable Diffusion is counted in a third of the time that fake ones take.
+PyTorch has two kinds of its own. Those of the device `meta` do not say that they are on a CPU, so autocast passes over them. Its fake
+ones ask Python for their device three times in an operation, and come with its compiler, which takes 2.7 s of a core to load. A hollow
+tensor says that it is on the CPU, and has one of `meta` within: four steps of a tiny FLUX of up to nine blocks were counted in 9.0 CPU
+seconds with fake ones, and in 4.7 with these.
 """
 
 from collections.abc import Mapping
@@ -50,7 +51,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What an operation makes of these arguments, and new tensors are hollow. What it makes of tensors with numbers alone has numbers: a model's constants.
+    """What an operation makes of these arguments; new tensors are hollow. Of tensors with numbers alone it makes such: a model's constants.
 
     Raises TypeError where it asks for a number that is not there; of a mask it is told that it hides nothing.
     """
@@ -65,7 +66,8 @@ def computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return _told(func(*bare_args, **bare_kwargs), given)
 
 
-# No functions within the other: each that calls itself would keep all tensors of its operation until the collector comes by, and they would be counted.
+# No functions within `computed`: one that calls itself would keep the tensors of its operation until the collector comes by, and they
+# would be counted.
 def _bare(each: Any, given: dict[int, Tensor]) -> Any:
     """An argument as the device `meta` takes it; given: notes the tensor that it was, by the bare one's identity."""
     if isinstance(each, Tensor):
@@ -83,7 +85,10 @@ def _told(made: Any, given: Mapping[int, Tensor]) -> Any:
         return [_told(one, given) for one in made]
     if not isinstance(made, Tensor):
         return made
-    return given[id(made)] if id(made) in given else Hollow(made)
+    if id(made) not in given:
+        return Hollow(made)
+    assert made.shape == given[id(made)].shape, "a hollow tensor keeps its shape"
+    return given[id(made)]
 
 
 def _hiding_nothing(func: Any, args: Any) -> Any:

@@ -29,11 +29,16 @@ def test_views_have_the_memory_of_what_they_are_of_and_what_is_changed_in_place_
     assert storage_of(one.t()[1:]) is storage_of(one) and storage_of(one.clone()) is not storage_of(one)
     view = one[:2]
     assert view.add_(1) is view and one.copy_(torch.ones(4, 6)) is one
+    with pytest.raises(AssertionError, match="a hollow tensor keeps its shape"):
+        one.t_()
 
 
 def test_where_one_is_made_where_another_says_it_has_no_numbers_either():
     one = hollow(torch.zeros(2, 3))
-    made = (torch.zeros_like(one), one.new_empty(5), one.to(CPU, torch.float16), one.to(torch.float16), torch.randn_like(one), one.uniform_(generator=torch.Generator()))
+    made = (
+        torch.zeros_like(one), one.new_empty(5), one.to(CPU, torch.float16), one.to(torch.float16), torch.randn_like(one),
+        one.uniform_(generator=torch.Generator()),
+    )  # fmt: skip
     assert all(isinstance(each, Hollow) and each.device == CPU for each in made)
     assert [each.dtype for each in made[2:4]] == [torch.float16] * 2
 

@@ -1,5 +1,6 @@
 """Z-Image: the loss, texts of different lengths, single files, the names of a LoRA's layers, and the real size."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from swarm.base_model import family_of
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.models.reading import plain
 from tests.peer.models.test_families import lora_layers
 
 CPU = torch.device("cpu")
@@ -41,16 +43,26 @@ def latents():
     return torch.randn(3, 16, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(scope="module")
+def shifted(tmp_path_factory):
+    """`shifted(6.0)`: the folder of a model whose scheduler shifts so."""
+
+    def write(shift):
+        pipeline, folder = tiny.build("z_image"), tmp_path_factory.mktemp("shifted") / "model"
+        pipeline.register_modules(scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
+        pipeline.save_pretrained(folder)
+        return folder
+
+    return functools.cache(write)
+
+
 @pytest.mark.parametrize("shift", [3.0, 6.0])  # of Turbo and of Z-Image, as their schedulers' configs have them
 @pytest.mark.parametrize("scheme", ["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"])
 @torch.no_grad()
-def test_the_loss_is_that_of_diffusers_dreambooth_script(tiny_family, tmp_path, scheme, shift):
+def test_the_loss_is_that_of_diffusers_dreambooth_script(shifted, scheme, shift):
     """train_dreambooth_lora_z_image.py: the transformer is told the share of the picture, and answers with the way away from the noise."""
-    pipeline = tiny.build("z_image")
-    pipeline.register_modules(scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
-    pipeline.save_pretrained(tmp_path / "model")
-    run = replace(RUN, weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8, mode_scale=1.1)
-    model, draw = z_image.load(tmp_path / "model", CPU, run), torch.Generator().manual_seed(5)
+    pipeline, run = plain(shifted(shift)), replace(RUN, weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8, mode_scale=1.1)
+    model, draw = z_image.load(shifted(shift), CPU, run), torch.Generator().manual_seed(5)
     noise = torch.randn(3, 16, 8, 8, generator=draw)
     scheduler = pipeline.scheduler
     timesteps = scheduler.timesteps[(compute_density_for_timestep_sampling(scheme, 3, 0.5, 0.8, 1.1, generator=draw) * 1000).long()]
@@ -65,11 +77,8 @@ def test_the_loss_is_that_of_diffusers_dreambooth_script(tiny_family, tmp_path, 
 
 
 @pytest.mark.parametrize(("shift", "turbo"), [(3.0, True), (6.0, False)])
-def test_turbo_is_named_as_distilled(tmp_path, caplog, shift, turbo):
-    pipeline = tiny.build("z_image")
-    pipeline.register_modules(scheduler=FlowMatchEulerDiscreteScheduler(shift=shift))
-    pipeline.save_pretrained(tmp_path / "model")
-    model = z_image.load(tmp_path / "model", CPU, RUN)
+def test_turbo_is_named_as_distilled(shifted, caplog, shift, turbo):
+    model = z_image.load(shifted(shift), CPU, RUN)
     assert ("was distilled to draw in eight steps" in caplog.text) == turbo
     assert model.drawn_with == ({"guidance_scale": 0.0} if turbo else {})
 
