@@ -274,7 +274,7 @@ class Checks:
     def accounts(self, machine: "Machine", accounts: Accounts) -> None:
         """Every sample that this trainer drew is open, in a contribution, or was reported."""
         state, drawn = accounts.state_dict(), machine.source.held
-        held = [*state["open"], *(key for keys in state["contributions"].values() for key in keys), *state["aside"]]
+        held = [*state["open"], *[key for keys in state["contributions"].values() for key in keys], *state["aside"]]
         if len(set(held)) != len(held) or set(held) != drawn:
             self.breach(f"{len(drawn)} samples drawn and not reported, {len(held)} held", machine)
 

@@ -47,7 +47,7 @@ class Host:
 
 class Network:
     def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random):
-        self.loop, self._rng = loop, rng
+        self.loop, self._rng, self._random = loop, rng, rng.random
         self._context = contextvars.Context()
         """Of no process: the net lives on when one dies."""
         self.hosts: dict[str, Host] = {}
@@ -88,13 +88,13 @@ class Network:
         return ours
 
     def delay(self, one: Host, other: Host) -> float:
-        return (one.link.latency + other.link.latency) * self._rng.uniform(0.9, 1.4)
+        return (one.link.latency + other.link.latency) * (0.9 + (1.4 - 0.9) * self._random())
 
     def carry(self, pipe: "SimPipe", data: bytes) -> float:
         """Send `data` from a pipe's end to its other one; returns when the sender's uplink has taken it."""
         here, there, now = pipe.host, pipe.other.host, self.loop.time()
         self.messages, self.bytes = self.messages + 1, self.bytes + len(data)
-        begins = max(now, here.link.up_free)
+        begins = here.link.up_free if here.link.up_free > now else now
         here.link.up_free = sent = begins + len(data) * 8e-6 / here.link.up_mbit
         arrives = sent + self.delay(here, there)
         if here.link.loss and self._rng.random() < here.link.loss:

@@ -52,6 +52,7 @@ _LATENCY_SECONDS = 0.02
 _CORRUPT_SHARE = 0.01
 _EPOCH = 1.7e9
 _ROUTES = [(endpoint, re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[0-9a-z]+)", endpoint.path))) for endpoint in ENDPOINTS]
+_FIXED = {(endpoint.method, endpoint.path): endpoint for endpoint in ENDPOINTS if "{" not in endpoint.path}
 
 
 class Dataset:
@@ -273,16 +274,12 @@ class Server:
         self._at(way, _fail, answer, aiohttp.ServerDisconnectedError("it hung up"))
 
     async def _response(self, request: "_Request") -> "Response":
-        for endpoint, pattern in _ROUTES:
-            matched = pattern.fullmatch(request.path)
-            if matched is None or endpoint.method != request.method:
-                continue
-            if endpoint.path.startswith(("/v1/blobs/", "/v1/manifest/")):
-                return self._file(matched["digest"], request.headers)
-            request.match_info, request.app = matched.groupdict(), {SERVICE: self._service}
-            answered = await errors_as_json(request, endpoint.handler, _unguarded, endpoint)
-            return Response(answered.status, answered.headers, bytes(answered.body))
-        raise AssertionError(f"no such endpoint: {request.method} {request.path}")
+        endpoint, named = _route(request.method, request.path)
+        if endpoint.path.startswith(("/v1/blobs/", "/v1/manifest/")):
+            return self._file(named["digest"], request.headers)
+        request.match_info, request.app = named, {SERVICE: self._service}
+        answered = await errors_as_json(request, endpoint.handler, _unguarded, endpoint)
+        return Response(answered.status, answered.headers, bytes(answered.body))
 
     def _file(self, digest: str, headers: dict[str, str]) -> "Response":
         if digest == self.dataset.digest:
@@ -291,6 +288,16 @@ class Server:
         if self._rng.random() < _CORRUPT_SHARE:
             data = bytes(len(data))
         return Response(206 if start else 200, CIMultiDict(), data[start:])
+
+
+def _route(method: str, path: str) -> tuple[Endpoint, dict[str, str]]:
+    """The endpoint, and what the path names."""
+    if (fixed := _FIXED.get((method, path))) is not None:
+        return fixed, {}
+    for endpoint, pattern in _ROUTES:
+        if endpoint.method == method and (matched := pattern.fullmatch(path)):
+            return endpoint, matched.groupdict()
+    raise AssertionError(f"no such endpoint: {method} {path}")
 
 
 async def _unguarded(request: "_Request", handler: Callable, endpoint: Endpoint | None) -> Any:

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import random
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,8 @@ _COLLECT_SECONDS = 300.0
 """In which a world makes some 20,000 objects that only the collector frees: it takes 10 ms to find them."""
 _CLIP = 1.5
 """The run's `--clip_members`. It clips one contribution in six; the usual 20 would clip none, and nothing would be checked."""
+_ASKED_OF_A_LOG_LINE = "_srcfile", "logThreads", "logProcesses", "logMultiprocessing"
+"""As "Optimization" in Python's logging HOWTO names them."""
 _RECENT_ROUNDS = 12
 """How many rounds behind the newest state a peer may be: it fetches while the others go on."""
 _CHUNKS_LINK = 4.0
@@ -260,16 +263,14 @@ class World:
         """Raises nothing: what went wrong is in the outcome."""
         outcome = Outcome(self.scenario.seed)
         torch.set_num_threads(1)
-        handler, root, level = _Trace(self), logging.getLogger(), logging.getLogger().level
-        root.addHandler(handler)
-        root.setLevel(logging.INFO)
         gc.collect()
         gc.disable()
         asyncio.set_event_loop(self.loop)
         self.loop.set_exception_handler(self._unheard)
         self.failpoints.listen()
         try:
-            self.loop.run_until_complete(self._live())
+            with self._listening():
+                self.loop.run_until_complete(self._live())
             self.checks.raise_if_broken()
         except Misled as error:
             outcome.misled = str(error)
@@ -282,8 +283,6 @@ class World:
                 cause = cause.__cause__
         finally:
             gc.enable()
-            root.removeHandler(handler)
-            root.setLevel(level)
             self._bury_all()
             self.failpoints.deaf()
         tip = self.tip()
@@ -296,6 +295,23 @@ class World:
         outcome.apart, outcome.withdrawn = self.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """To the log. Of a line only its text is asked for: in which line, thread and process it was said takes longer to find out than all else."""
+        handler, root = _Trace(self), logging.getLogger()
+        level, asked = root.level, {name: getattr(logging, name) for name in _ASKED_OF_A_LOG_LINE}
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        for name in asked:
+            setattr(logging, name, None)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
+            for name, value in asked.items():
+                setattr(logging, name, value)
 
     def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict) -> None:
         """An error that nobody waited for."""

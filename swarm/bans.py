@@ -84,7 +84,7 @@ class Bans:
 
     def discards(self, digest: str, ancestors: Iterable[str]) -> bool:
         """Whether a state, or one of these ancestors of it, is discarded."""
-        return not self._discarded.isdisjoint((digest, *ancestors))
+        return bool(self._discarded) and not self._discarded.isdisjoint((digest, *ancestors))
 
     @property
     def words(self) -> tuple[HostWord, ...]:
@@ -102,7 +102,8 @@ class Bans:
 
     def some(self, most: int) -> tuple[HostWord, ...]:
         """Words to hand on: others ones each time, so that all of them come round."""
-        return tuple(self._rng.sample(words := self._all(), min(most, len(words))))
+        words = self._all()
+        return tuple(self._rng.sample(words, min(most, len(words)))) if words else ()
 
     def _all(self) -> list[HostWord]:
         return [*self._newest.values(), *([self._countersigning] if self._countersigning is not None else ())]

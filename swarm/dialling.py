@@ -17,8 +17,7 @@ _PUBLIC, _LOOPBACK, _LINK, _PRIVATE = "public", "loopback", "link-local", "priva
 
 def dialable(maddrs: Iterable[str], peer: str, grounds: Collection[str]) -> tuple[str, ...]:
     """Those of `maddrs`, in a record that `peer` signed, that may be dialled. grounds: kinds of closed networks that we are in."""
-    allowed = {_PUBLIC, *grounds}
-    return tuple(maddr for maddr in maddrs if _peer_in(maddr) == peer and _kind(maddr) in allowed)[:MOST_OF_A_RECORD]
+    return _dialable(tuple(maddrs), peer, frozenset(grounds))
 
 
 def grounds(given: Iterable[Sequence[str]], ours: Sequence[str]) -> frozenset[str]:
@@ -34,13 +33,18 @@ def grounds(given: Iterable[Sequence[str]], ours: Sequence[str]) -> frozenset[st
     return frozenset(closed & {_LOOPBACK, _LINK, _PRIVATE})
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1024)  # every record is looked at once a second, and brings the same addresses
+def _dialable(maddrs: tuple[str, ...], peer: str, grounds: frozenset[str]) -> tuple[str, ...]:
+    allowed = {_PUBLIC, *grounds}
+    return tuple(maddr for maddr in maddrs if _peer_in(maddr) == peer and _kind(maddr) in allowed)[:MOST_OF_A_RECORD]
+
+
 def _peer_in(maddr: str) -> str | None:
     match = _ADDRESS.fullmatch(maddr)
     return match[2] if match else None
 
 
-@functools.lru_cache(4096)  # every record is looked at once a second, and brings the same addresses
+@functools.lru_cache(4096)
 def _kind(maddr: str) -> str:
     """'' for what is never dialled."""
     match = _ADDRESS.fullmatch(maddr)

@@ -154,8 +154,11 @@ def _streams(recording: Recording, loop: asyncio.AbstractEventLoop) -> Iterator[
         whole = len(wire).to_bytes(4, "little") + rng.choice([0, 0, 9]).to_bytes(4, "little") + wire + bytes(9)
         return torn(whole, rng)
 
+    async def received(data: bytes) -> object:
+        return await Channel("QmStranger", _Said(data)).receive(awaited[0], max_payload=1 << 10, seconds=5.0)
+
     def receive(data: bytes) -> object:
-        return loop.run_until_complete(Channel("QmStranger", _Said(data)).receive(awaited[0], max_payload=1 << 10, seconds=5.0))
+        return loop.run_until_complete(received(data))
 
     yield Parser("frames", frame, receive, (PeerLost,))
     headers = [

@@ -243,8 +243,8 @@ MUTATIONS = (
     Mutation(
         "lost_branch_stays_on_disk",
         "a state of a branch that lost is left on the disk, and leads its peer back there after a restart",
-        "[file for file in self._files() if _samples(file) <= _samples(path)]",
-        "self._files()",
+        "[file for file in there if _samples(file) <= _samples(path)]",
+        "there",
     ),
     Mutation(
         "two_means_are_no_news",

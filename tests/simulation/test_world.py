@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import NamedTuple
 import pytest
 
 from simulation.__main__ import main
+from simulation.server import _route
+from simulation.world import Scenario, World
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -156,3 +159,20 @@ def test_unknown_strangers_are_refused_with_the_known_ones():
 def test_an_unknown_fault_is_refused_with_the_known_ones():
     played = simulate("--faults", "flood")
     assert played.status == 2 and "no such faults: flood" in played.err and "partition" in played.err
+
+
+def test_a_world_hears_what_is_logged_and_leaves_logging_as_it_was():
+    def asked() -> list:
+        return [*(getattr(logging, name) for name in ("_srcfile", "logThreads", "logProcesses", "logMultiprocessing")), *logging.root.handlers, logging.root.level]
+
+    before, world = asked(), World(Scenario(seed=1))
+    with pytest.raises(ZeroDivisionError), world._listening():
+        logging.getLogger("peer").info("heard %d", 7)
+        raise ZeroDivisionError
+    assert asked() == before and world._lines[-1].endswith("world: heard 7")
+
+
+def test_a_request_to_no_endpoint_of_the_server_is_our_mistake():
+    assert _route("POST", "/v1/leases/0a/renew")[1] == {"lease": "0a"}
+    with pytest.raises(AssertionError, match="no such endpoint: GET /v1/leases/0a/renew"):
+        _route("GET", "/v1/leases/0a/renew")

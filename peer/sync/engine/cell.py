@@ -4,7 +4,7 @@ A part reads a cell when it needs the value, and waits with `Bell.until` for wha
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -46,8 +46,17 @@ class Bell:
 
     def _ask(self) -> None:
         self._is_rung = False
-        for waiting in list(self._waiting):
-            waiting.ask()
+        self._ask_each([*self._waiting])
+
+    def _ask_each(self, those: Iterable["_Waiting"]) -> None:
+        """Whether this is what they wait for. Asked in vain they sleep on: to wake a task takes five times as long as to ask."""
+        for waiting in those:
+            try:
+                is_it = waiting.ready()
+            except Exception:  # it asks itself once more, and hears of the error
+                is_it = True
+            if is_it and not waiting.future.done():
+                waiting.future.set_result(None)
 
     async def rung(self, seconds: float) -> None:
         """Wait until it is rung, for `seconds` at most."""
@@ -77,12 +86,12 @@ class Bell:
     def _ask_due(self, loop: asyncio.AbstractEventLoop) -> None:
         # The timer's own time: a loop may run it some microseconds before that.
         now, self._late = max(self._late.when(), loop.time()), None
-        for waiting in list(self._waiting):
-            if waiting.due <= now:
-                waiting.due = now + waiting.seconds
-                waiting.ask()
+        late = [waiting for waiting in self._waiting if waiting.due <= now]
+        for waiting in late:
+            waiting.due = now + waiting.seconds
+        self._ask_each(late)
         if self._waiting:
-            self._ask_later(loop, min(waiting.due for waiting in self._waiting))
+            self._ask_later(loop, min([waiting.due for waiting in self._waiting]))
 
     async def until(self, ready: Callable[[], T], seconds: float = 1.0) -> T:
         """Wait until `ready` says something true, and return that. It is asked after rings, and every `seconds` where time alone may tell."""
@@ -92,21 +101,10 @@ class Bell:
 
 
 class _Waiting:
-    """Somebody who waits for the bell. Asked in vain it sleeps on: to wake a task takes five times as long as to ask.
-
-    due: when to ask although nothing rang, by the loop's clock; then every `seconds`.
-    """
+    """Somebody who waits for the bell. due: when to ask although nothing rang, by the loop's clock; then every `seconds`."""
 
     def __init__(self, future: asyncio.Future[None], ready: Callable[[], object], seconds: float, due: float):
-        self.future, self._ready, self.seconds, self.due = future, ready, seconds, due
-
-    def ask(self) -> None:
-        try:
-            if self._ready() and not self.future.done():
-                self.future.set_result(None)
-        except Exception:  # it asks itself once more, and hears of the error
-            if not self.future.done():
-                self.future.set_result(None)
+        self.future, self.ready, self.seconds, self.due = future, ready, seconds, due
 
 
 class Cell(Generic[T]):

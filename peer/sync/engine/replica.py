@@ -199,7 +199,7 @@ class Replica:
             return called and Contribution(Member(self.node.peer_id, 0, 0), None, self.state.value.digest)
         held = self.trainer.contribution
         if held is None:
-            if self._is_due():
+            if self.trainer.may_freeze and self._is_due():
                 self.trainer.freeze()
             return False
         return self._may_attempt(held) and held
@@ -532,6 +532,8 @@ class Replica:
         """Nobody goes on from a state that the host discards. A new start loads what was before it, or takes what the others have."""
         while not (name := self._discarded.name_of(self.state.value.digest, self.state.value.header)):
             await asyncio.sleep(IDLE_SECONDS)
+        self.phase.set(Phase.LEFT)
+        await self._presence.publish_last()  # the host's word is in it: who stands where we stood may hear it from nobody else
         raise UserError(
             f"The host has discarded state {name[:16]}, on which this peer's is built: {self.members.bans.reason(name) or 'no reason given'}.",
             fix="Start again, as dd-peer does by itself: it takes what the others have, or what is left on its disk.", code=ExitCode.FAILED,

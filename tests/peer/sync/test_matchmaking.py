@@ -864,3 +864,50 @@ def test_who_has_called_is_called_back_when_it_may_not_wait(virtual, why):
         assert (await answers[caller.id]).coming and caller.called == 1
 
     virtual(scenario)
+
+
+def asked_by(peer: Peer, monkeypatch) -> list[str]:
+    """Whom `peer` calls from now on, in order."""
+    asked, ask = [], peer.matchmaker._calls._ask
+
+    async def noted(called, parent):
+        asked.append(called)
+        return await ask(called, parent)
+
+    monkeypatch.setattr(peer.matchmaker._calls, "_ask", noted)
+    return asked
+
+
+def test_who_was_called_calls_the_best_ranked_alone_while_that_one_leads(virtual, monkeypatch):
+    async def scenario(nodes):
+        best, *others = found = await peers(nodes, 5)
+        told = {peer.id for peer in found}
+        asked = {peer.id: asked_by(peer, monkeypatch) for peer in found}
+        led, *followed = await asyncio.gather(best.form(found, told=told), *(peer.form(found, told=told) for peer in others))
+        assert {group.id for group in followed} == {led.id} and len(led.members) == 5
+        assert sorted(asked[best.id]) == sorted(peer.id for peer in others), "who leads calls all"
+        assert all(asked[peer.id] == [best.id] for peer in others)
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize("why", ["declines", "is silent", "is gone", "was not told"])
+def test_who_was_called_calls_all_others_where_the_best_ranked_does_not_lead(virtual, monkeypatch, why):
+    async def scenario(nodes):
+        best, second, third = trio = await peers(nodes, 3)
+        told = {peer.id for peer in trio}
+        best.has_samples = why not in ("declines", "was not told")
+        if why == "is silent":
+            await mute(best)
+        elif why == "is gone":
+            await best.node.close()
+        elif why == "was not told":
+            told.remove(best.id)
+        asked, began = asked_by(third, monkeypatch), asyncio.get_running_loop().time()
+        attempts = [peer.form(trio, told=told) for peer in (second, third)]
+        led, followed = await asyncio.gather(*attempts)
+        waited = asyncio.get_running_loop().time() - began
+        assert led.id == followed.id and {m.peer for m in led.members} == {second.id, third.id}
+        assert asked == [best.id, second.id] and waited < (calls.ANSWER_SECONDS + calls.FIRST_SECONDS + 1 if why == "is silent" else 1.0)
+
+    virtual(scenario)

@@ -15,6 +15,7 @@ from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.groups import Group, NoGroup
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.rounds import Rounds
+from peer.sync.engine.state import next_state
 from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
@@ -77,6 +78,22 @@ def test_an_own_receipt_that_does_not_hold_is_left_out_with_one_warning(caplog):
     assert brought == ["", "", ""] and [said for said in caplog.messages if "receipt" in said] == [
         "this run's host did not sign the dataset server's receipt for contribution=1: counting it as one without"
     ]
+
+
+@pytest.mark.parametrize("why", ["called", "not called", "after a failure"])
+def test_who_was_called_need_not_tell_those_that_made_its_state_and_that_it_has_met(why):
+    swarm, told = Swarm(ann=8, bob=8, x=8), []
+    state = next_state(STATE, [[torch.ones(4)]], [Member(peer, 1, 8) for peer in ("ann", "us", "x")])
+
+    async def form(ticket, *_, **options):
+        told.extend(options["told"])
+        raise NoGroup("enough is seen")
+
+    swarm.rounds.matchmaker.form = form
+    offer = Contribution(Member("us", 2, 8), None, state.digest, failures=why == "after a failure")
+    with pytest.raises(NoGroup, match="enough is seen"):
+        asyncio.run(swarm.rounds.attempt(state, offer, () if why == "not called" else ("bob",), 60.0))
+    assert set(told) == ({"ann", "us"} if why == "called" else set())
 
 
 def test_half_of_the_waiting_samples_are_not_enough():

@@ -78,12 +78,13 @@ class Neighbours:
         self._read_before = True
         for peer, record in news.items():
             self._seen[peer] = (record, now)
-            self.members.bans.hear(record.bans, rumoured=True)
+            if record.bans:
+                self.members.bans.hear(record.bans, rumoured=True)
             self.members.hear(peer, record.membership)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
         if (live := self._of_this_run()) != self._live:  # who has no news keeps the list that it gave out: others keep what they made of it
             self._live, self._others = live, [record for record in live if record.schema == self._schema]
-            self._peers = frozenset(record.peer_id for record in self._others)
+            self._peers = frozenset([record.peer_id for record in self._others])
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
         if own := found.get(self._node.peer_id):
             self._own_read = now
@@ -144,7 +145,7 @@ class Neighbours:
         for peer in peers:
             self._absences.pop(peer, None)
 
-    def counted_upon(self, callers: Collection[str] = (), *, left_out_too: bool = False) -> list[PeerRecord]:
+    def counted_upon(self, callers: Collection[str] = (), *, left_out_too: bool = False) -> Sequence[PeerRecord]:
         """The others without those who stay away all the time, are left out, or are one stranger too many: what these promise holds
         nobody up. callers: who just said that they are there."""
         here = self.others()

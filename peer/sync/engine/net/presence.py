@@ -31,13 +31,15 @@ _SPREAD = (0.75, 1.25)
 _MEET_SECONDS = 15.0
 _DIALS_PER_SECOND, _DIALS_AT_ONCE = 0.1, 6
 """Lost peers that are dialled, at up to three addresses each: 6 a minute after the first 6. They are a stranger's word."""
+_SHORTEST_READ_SECONDS = 1.0
+"""However short the rounds: between two looks the others are taken to train on at the rate that they told, and who calls has told all that matters."""
 _READ_PEERS_PER_SECOND = 20
 """A look asks up to 20 nodes, and each answers with all records, of 1.6 kB each: 6 Mbit/s with 20 peers, 10 with 100 (docs/internals.md)."""
 
 
 def read_seconds(period: float, others: int) -> float:
-    """Seconds between two looks at `others` peers; period: as far apart as they may be."""
-    return min(period, max(1.0, others / _READ_PEERS_PER_SECOND))
+    """Seconds between two looks at `others` peers; period: as far apart as they may be, but for the second that lies between them at least."""
+    return max(min(period, others / _READ_PEERS_PER_SECOND), _SHORTEST_READ_SECONDS)
 
 
 class Presence:
@@ -116,7 +118,7 @@ class Presence:
 
     def _period(self) -> float:
         """Seconds between two looks at each other: a twentieth of a round, so that a round is not overrun by more than that."""
-        rate = self._status.rate + sum(record.samples_per_second for record in self._neighbours.counted_upon())
+        rate = self._status.rate + sum([record.samples_per_second for record in self._neighbours.counted_upon()])
         return min(max(self._run.target_batch_size / rate / 20, 0.5), RENEW_SECONDS) if rate > 0 else 1.0
 
     async def _publish_forever(self) -> None:

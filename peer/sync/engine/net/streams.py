@@ -71,6 +71,7 @@ class Channel:
 
     def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None, place: str = ""):
         self.peer, self._pipe, self._upload, self.place = peer, pipe, upload, place
+        self._now = asyncio.get_running_loop().time
         self.sent = self.received = 0
         """Bytes of messages so far, headers included."""
 
@@ -81,7 +82,7 @@ class Channel:
         if self._upload:
             await self._upload.take(len(head) + len(payload))
         try:
-            await self._pipe.send(head, payload, until=_until(seconds))
+            await self._pipe.send(head, payload, until=self._now() + seconds)
         except OSError as error:
             raise PeerLost(f"{self.peer[-6:]} does not accept data: {_name(error)}") from None
         self.sent += len(head) + len(payload)
@@ -92,13 +93,13 @@ class Channel:
         self, kind: type[M] | TypeAdapter[M], *, max_payload: int = 0, seconds: float, max_bytes: int = MAX_MESSAGE_BYTES
     ) -> tuple[M, bytes]:
         """The next message, which is to be of that kind. Raises PeerLost when it is late, too long, malformed or a refusal."""
-        until = _until(seconds)
+        until = self._now() + seconds
         message, payload_bytes = await self._receive_message(kind, max_payload, until, max_bytes)
         return message, bytes(await self._take(payload_bytes, until)) if payload_bytes else b""
 
     async def receive_into(self, kind: type[M] | TypeAdapter[M], room: memoryview, *, seconds: float) -> tuple[M, int]:
         """The next message, whose payload comes into the begin of `room`, and the payload's length. Raises PeerLost as `receive` does."""
-        until = _until(seconds)
+        until = self._now() + seconds
         message, payload_bytes = await self._receive_message(kind, len(room), until)
         await self._fill(room[:payload_bytes], until)
         await asyncio.sleep(0)
@@ -153,7 +154,7 @@ class Channel:
         p2pd resets a stream that is closed here, often before what was sent last has arrived (seen once in 150 averages).
         """
         with contextlib.suppress(OSError):
-            await self._pipe.hung_up(_until(seconds))
+            await self._pipe.hung_up(self._now() + seconds)
 
     def close(self) -> None:
         self._pipe.close()
@@ -237,10 +238,6 @@ class Streams:
                 self._members.hear(channel.peer, shown)
         if reason := self._members.refusal(channel.peer):
             raise PeerLost(reason)
-
-
-def _until(seconds: float) -> float:
-    return asyncio.get_running_loop().time() + seconds
 
 
 def _name(error: BaseException) -> str:

@@ -6,7 +6,7 @@ Strangers (`company.py`) are called like the others, but hold nobody up: they ha
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 
 from peer.sync.engine import failpoints
@@ -23,6 +23,8 @@ ANSWER_SECONDS = 5.0
 STRANGER_ANSWER_SECONDS = 1.0
 """How long a stranger that has answered before is waited for, once all that we have met have answered. A new stranger is not waited for:
 it calls us when it is ready."""
+FIRST_SECONDS = 1.0
+"""The best ranked is the only one that is called at first, and has not answered: the others are called as well."""
 _OTHERS_SECONDS = 1.0
 """A leader has answered. Those that rank before it have this long to answer as well: it would send us on to them. So have, once all who
 could lead us have answered, those who could not: a dial that a firewall drops takes 10 s to fail."""
@@ -32,7 +34,7 @@ and knows that we come. A hundred peers open ten thousand streams a round; this 
 _CALL_LASTS_SECONDS = 5.0
 """A caller from longer ago is called nevertheless: meanwhile it may have died, or gone on."""
 
-Called = Mapping[str, "asyncio.Future[Answer | None]"]
+Called = dict[str, "asyncio.Future[Answer | None]"]
 """Peer -> what it answers; None: nothing."""
 Spoke = dict[str, Answer]
 
@@ -69,10 +71,18 @@ class Calls:
     async def serve(self) -> None:
         await self._streams.serve(CALL, self._answer)
 
-    def call_all(self, peers: Collection[str], parent: str, patience: float = MAX_WAIT_SECONDS) -> Called:
-        """Tell all that we are ready, but those that wait for us. What a stranger answers may still be heard when the round is over."""
+    def call_all(self, peers: Collection[str], parent: str, patience: float = MAX_WAIT_SECONDS, spared: Container[str] = ()) -> Called:
+        """Tell all that we are ready, but those that wait for us, and the `spared`. What a stranger answers may still be heard when the round is over.
+
+        Who waits for us has answered, spared or not.
+        """
         there = self._waiting_callers(parent, patience)
-        calls = {peer: _done(there[peer].answer()) if peer in there else asyncio.create_task(self._call(peer, parent)) for peer in peers}
+        calls: Called = {}
+        for peer in peers:
+            if peer in there:
+                calls[peer] = _done(there[peer].answer())
+            elif peer not in spared:
+                calls[peer] = asyncio.create_task(self._call(peer, parent))
         self._open = {call for call in self._open if not call.done()} | set(calls.values())
         return calls
 
@@ -82,17 +92,21 @@ class Calls:
             if not self._company.is_stranger(peer):
                 call.cancel()
 
-    async def leaders_answers(self, calls: Called, before_us: Sequence[str], patience: float, seen: Seen) -> Spoke:
+    async def leaders_answers(
+        self, calls: Called, before_us: Sequence[str], patience: float, seen: Seen, seconds: float | None = None
+    ) -> Spoke:
         """The answers there are once one that we have met, of those that rank before us, will lead, and those before it had a second more.
 
         Whoever else is called is its matter. A peer that cannot be dialled is found out after up to 10 s, and who came so late to its
-        leader would come too late to every round. Who goes to another one than the first is sent on. Raises NoGroup.
+        leader would come too late to every round. Who goes to another one than the first is sent on. seconds: until none is waited for any more.
+        Raises NoGroup.
         """
         friends = {calls[peer]: peer for peer in before_us if not self._company.is_stranger(peer)}
-        spoke, open_ = {}, set(friends)
-        while open_ and not any(leads(answer, patience) for answer in spoke.values()):
-            done, open_ = await asyncio.wait(open_, return_when=asyncio.FIRST_COMPLETED)
+        spoke, open_, late = {}, set(friends), False
+        while open_ and not late and not any(leads(answer, patience) for answer in spoke.values()):
+            done, open_ = await asyncio.wait(open_, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             spoke |= self._spoke({friends[call]: call for call in done}, seen)
+            late = not done
         first = next((peer for peer in before_us if peer in spoke and leads(spoke[peer], patience)), None)
         if first is None:
             return {}

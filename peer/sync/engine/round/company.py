@@ -7,7 +7,7 @@ Nothing here is for good: honest peers die, lose streams and are slow, and must 
 
 import logging
 import time
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from peer.sync.engine.round.groups import rank
@@ -72,14 +72,14 @@ class Company:
     def has_answered(self, peer: str) -> bool:
         return self._answered.get(peer, False)
 
-    def counted(self, records: Collection[PeerRecord]) -> list[PeerRecord]:
+    def counted(self, records: Sequence[PeerRecord]) -> Sequence[PeerRecord]:
         """Those of `records`, the longest seen first, that are waited for and whose samples count: of strangers at most four.
 
         A stranger counts once it has answered. As long as no peer that we have met is among them, it counts until it fails to.
         """
         strangers = [record.peer_id for record in records if record.peer_id not in self._met and self.is_stranger(record.peer_id)]
         if not strangers:  # asked 170 times a round of 8 peers
-            return list(records)
+            return records
         found_friends = len(strangers) < len(records)
         first = [peer for peer in strangers if self._answered.get(peer, not found_friends)][:MOST_STRANGERS]
         passed_over = set(strangers).difference(first)
@@ -99,7 +99,7 @@ class Company:
         return self._conduct[peer].offences if peer in self._conduct else 0
 
     def all_left_out(self) -> list[str]:
-        return [peer for peer in self._conduct if self.left_out(peer)]
+        return [peer for peer in self._conduct if self.left_out(peer)] if self._conduct else []
 
     def blame(self, peers: Iterable[str], slow: Container[str] = ()) -> None:
         """They cost us an attempt, or time: left out for 2^k of our rounds, or 2 s for each of these, whichever is over first.

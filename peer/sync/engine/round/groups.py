@@ -87,7 +87,7 @@ class Group:
     @property
     def peers(self) -> set[str]:
         """All who take part, those who only reduce as well."""
-        return {*self.reducers, *(member.peer for member in self.members)}
+        return {*self.reducers, *[member.peer for member in self.members]}
 
     def holds(self, ticket: Ticket) -> bool:
         takes_part = ticket.member.peer in self.reducers if ticket.assists else ticket.member in self.members

@@ -269,7 +269,7 @@ class Heads:
         claims = self._claims()
         self._look_for_a_leader(claims)
         self._look_for_company(claims)
-        if all(self._is_ours_or_before(claim.head) for claim in claims):  # between two rounds; spares the count
+        if all([self._is_ours_or_before(claim.head) for claim in claims]):  # between two rounds; spares the count
             self._deserted_since = None
             self._with_us = others, self._words_last_until(now)
             return {}
@@ -379,7 +379,7 @@ class Heads:
     def _backers(self, claims: Collection[Claim]) -> int:
         ours, line = self._ours, self._lineage
         met = [claim.head for claim in claims if claim.votes and claim.peer in self._met]
-        return 1 + sum(head.digest == ours.digest or line.descends(head, ours) or line.descends(ours, head) for head in met)
+        return 1 + sum([head.digest == ours.digest or line.descends(head, ours) or line.descends(ours, head) for head in met])
 
     def refusal(self, head: Head, header: Header) -> str:
         """Why what was fetched as `head` is not to be taken over; empty: nothing is against it."""
@@ -420,7 +420,7 @@ class Heads:
         return claims
 
     def _words_last_until(self, now: float) -> float:
-        return min((since + RENEW_SECONDS for _, since in self._heard.values() if now - since < RENEW_SECONDS), default=math.inf)
+        return min([since + RENEW_SECONDS for _, since in self._heard.values() if now - since < RENEW_SECONDS], default=math.inf)
 
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
         """Whether one peer that we have met may have made `head` without a second one: after it called us in vain, or with us."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from peer.sync.engine import failpoints
 from peer.sync.engine.net.messages import MAX_WAIT_SECONDS, Answer
 from peer.sync.engine.net.streams import Streams
-from peer.sync.engine.round.calls import Called, Calls, Spoke, comes, leads, unanswered
+from peer.sync.engine.round.calls import FIRST_SECONDS, Called, Calls, Spoke, comes, leads, unanswered
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.following import Following
 from peer.sync.engine.round.groups import NO_RECEIPTS, Group, NoGroup, Seen, Standing, Ticket
@@ -73,18 +73,22 @@ class Matchmaker:
         *,
         patience: float = MAX_WAIT_SECONDS,
         behind_seconds: float = 0.0,
+        told: Collection[str] = (),
     ) -> Group:
         """A group for `ticket`, with as many of `expected` (peer -> whether it can lead) as come. Raises NoGroup.
 
         check: may raise NoGroup when this peer leads; before the group is announced, so that nobody begins to average in vain.
         patience: who needs more seconds than this to be ready is not waited for; behind_seconds: for how long those are waited for
-        that have to fetch our state first.
+        that have to fetch our state first. told: who hears without us that the round has begun. If the best ranked is one of them, it is called
+        before the others of them: it calls everybody itself, and they need not be called at all once it leads us.
 
         The group may be ours alone when everyone expected answered and none had anything to offer.
         """
-        calls = self._calls.call_all(expected, ticket.parent, patience)
+        before_us = self._before_us(ticket, [peer for peer in expected if expected[peer]])
+        spared = set(told).difference(before_us[:1]) if before_us and before_us[0] in told else ()
+        calls = self._calls.call_all(expected, ticket.parent, patience, spared)
         try:
-            return await self._form(ticket, expected, calls, check, patience, behind_seconds)
+            return await self._form(ticket, expected, before_us, calls, check, patience, behind_seconds)
         finally:
             self._calls.end(calls)
 
@@ -104,15 +108,17 @@ class Matchmaker:
         self,
         ticket: Ticket,
         expected: dict[str, bool],
+        before_us: list[str],
         calls: Called,
         check: Callable[[Group], None],
         patience: float,
         behind_seconds: float,
     ) -> Group:
         seen = Seen()
-        before_us = self._before_us(ticket, [peer for peer in expected if expected[peer]])
-        spoke = await self._calls.leaders_answers(calls, before_us, patience, seen)
-        group = await self._led(ticket, before_us, spoke, patience, seen)
+        group = await self._followed(ticket, before_us, calls, patience, seen, FIRST_SECONDS if len(calls) < len(expected) else None)
+        if group is None and (others := [peer for peer in expected if peer not in calls]):
+            calls |= self._calls.call_all(others, ticket.parent, patience)
+            group = await self._followed(ticket, before_us, calls, patience, seen)
         if group is None:
             spoke = await self._calls.all_answers(calls, calls.keys() if ticket.reduces else before_us, seen)
             group = await self._led(ticket, before_us, spoke, patience, seen)
@@ -132,6 +138,14 @@ class Matchmaker:
         return await self._leading.lead(
             ticket, coming, dict.fromkeys(behind, behind_seconds), patience, check, seen, alone_if_nobody_joins=alone_if_nobody_joins
         )
+
+    async def _followed(
+        self, ticket: Ticket, before_us: Collection[str], calls: Called, patience: float, seen: Seen, seconds: float | None = None
+    ) -> Group | None:
+        """The group of the first that leads us, of those that were called; None when none does, or has answered within `seconds`."""
+        called = [peer for peer in before_us if peer in calls]
+        spoke = await self._calls.leaders_answers(calls, called, patience, seen, seconds)
+        return await self._led(ticket, called, spoke, patience, seen)
 
     async def _led(self, ticket: Ticket, before_us: Collection[str], spoke: Spoke, patience: float, seen: Seen) -> Group | None:
         """The group of the best ranked one that leads us."""

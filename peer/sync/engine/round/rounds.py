@@ -150,6 +150,7 @@ class Rounds:
             self._check_quorum,
             patience=patience_seconds(age_seconds, offer.failures),
             behind_seconds=_BEHIND_SECONDS if age_seconds < _NEWS_SECONDS else 0.0,
+            told=self._told(state, offer, callers),
         )
         for _ in range(_MOST_CLOSINGS - 1):
             try:
@@ -253,6 +254,14 @@ class Rounds:
         recent = {state.digest, *state.header.parents}
         records = [*self._neighbours.counted_upon(callers), *self._neighbours.untried()]
         return {record.peer_id: not record.client_mode for record in records if record.digest in recent}
+
+    def _told(self, state: State, offer: Contribution, callers: Collection[str]) -> set[str]:
+        """Who need not hear from us that the round has begun: where one has called us that began it, it has called them as well.
+
+        Only those that made our state, and nobody after a failure: who does not answer any more is to be found out by all at once.
+        """
+        made = {member.peer for member in state.header.members} if callers and not offer.failures else set()
+        return {peer for peer in made if not self.company.is_stranger(peer)}
 
     def _check_quorum(self, group: Group) -> None:
         """A group must hold more than half of the samples that wait on this state, or two of them could both commit. Raises NoGroup.

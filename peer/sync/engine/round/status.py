@@ -110,20 +110,20 @@ class Status:
 
     def advice(self) -> str:
         progress = self._trainer.progress
-        rate = progress.samples_per_second + sum(record.samples_per_second for record in self._neighbours.others())
+        rate = progress.samples_per_second + sum([record.samples_per_second for record in self._neighbours.others()])
         traffic = advice.Traffic(self._traffic.up, self._traffic.down)
         return advice.measured(traffic, self._traffic.seconds, rate, progress.share_lost)
 
     def training(self) -> int:
         """Live peers that train, this one included."""
-        return sum(record.phase != ASSIST for record in self._neighbours.others()) + (not self._assists)
+        return sum([record.phase != ASSIST for record in self._neighbours.others()]) + (not self._assists)
 
     def _said(self) -> str:
         waits = self._phase.value in (Phase.JOIN, Phase.FETCH)
         return (self._catch_up.words if waits else "") or self.note or self._catch_up.trouble
 
     def _note(self) -> str:
-        return words(self._said(), MAX_NOTE)
+        return words(said, MAX_NOTE) if (said := self._said()) else ""
 
     def _phase_as_seen(self) -> str:
         return seen_as(self._phase.value, assists=self._assists, paused=self._trainer.progress.paused)
@@ -180,8 +180,8 @@ class Status:
             "committed": state.header.samples,
             "peers": len(state.header.members),
             "live_peers": self.training(),
-            "swarm_samples_per_second": self._samples_per_second() + sum(other.samples_per_second for other in others),
-            "round_waiting": self._waiting_samples() + sum(other.waiting_samples for other in others if other.digest == state.digest),
+            "swarm_samples_per_second": self._samples_per_second() + sum([other.samples_per_second for other in others]),
+            "round_waiting": self._waiting_samples() + sum([other.waiting_samples for other in others if other.digest == state.digest]),
             "round_target": span.round_samples(self._run, self._end, state.header),
             "sent_bytes": self._moved[0] + traffic.up,
             "received_bytes": self._moved[1] + traffic.down,

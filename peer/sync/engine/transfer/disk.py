@@ -78,9 +78,10 @@ class StateStore:
                 code=ExitCode.DISK,
             ) from None
         # What has more samples than the newest is of a branch that lost: read again, it would lead us back there.
-        ours = [file for file in self._files() if _samples(file) <= _samples(path)]
+        there = self._files()
+        ours = [file for file in there if _samples(file) <= _samples(path)]
         kept = {path, *ours[: self.keep], *self._older(ours[self.keep :])}
-        for old in self._files():
+        for old in there:
             if old not in kept:
                 old.unlink(missing_ok=True)
         return path

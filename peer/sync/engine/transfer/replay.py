@@ -70,7 +70,7 @@ class MeanStore:
 
     def keep(self, digest: str, manifest: Manifest, mean: Mean) -> None:
         """Write it, and delete those that are not of the last rounds before it."""
-        recent = (digest, *manifest.header.parents)[: self._keep]
+        recent = [self._path(one) for one in (digest, *manifest.header.parents)[: self._keep]]
         first = {
             "header": manifest.header.json,
             "state_hashes": b"".join(manifest.chunk_hashes).hex(),
@@ -80,7 +80,7 @@ class MeanStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for old in self.folder.iterdir():
-                if old not in [self._path(one) for one in recent]:
+                if old not in recent:
                     old.unlink()
             chunk_file.write(self._path(digest), first, mean.encoded, durable=False)
         except OSError as error:
