@@ -15,7 +15,7 @@ from swarm.records import RENEW_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 
 _ADDED_UP_SECONDS = 0.01
-"""For so long what the others promise is not added up again: each ring of the bell asks, some in one instant, and their records are a second old."""
+"""What the others promise is added up at most once in this time: each ring of the bell asks for it, and their records are a second old."""
 
 
 class _AddedUp(NamedTuple):
