@@ -141,11 +141,15 @@ LETTERS = 512
 """That a tokenizer takes at most, where it is not CLIP's: as the families read them."""
 
 
-def at_full_size(size: Size, fill: Callable[[Any], Any] = lambda part: part) -> Any:
-    """A pipeline of the real classes and sizes, without numbers unless `fill` gives a part some. Tokenizers are tiny, and read as many tokens as real ones."""
+def at_full_size(size: Size, fill: Callable[[Any], Any] = lambda part: part, whole: bool = True) -> Any:
+    """A pipeline of the real classes and sizes, without numbers unless `fill` gives a part some. Tokenizers are tiny, and read as many tokens as real ones.
+
+    whole: with the denoiser, else with a tiny one.
+    """
     pipeline, facts = tiny.build(size.family), tiny.kind(size.family).facts
     with META:
-        denoiser, encoders, vae = size.denoiser(), [build() for build in size.encoders], size.vae()
+        encoders, vae = [build() for build in size.encoders], size.vae()
+        denoiser = size.denoiser() if whole else getattr(pipeline, facts.denoiser)
     names = [name for name in facts.text_encoders if getattr(pipeline, name, None) is not None]
     for name, encoder in zip(names, encoders, strict=True):
         # Where a family reads a language model's states alone, its folder has no head.
@@ -160,9 +164,9 @@ def at_full_size(size: Size, fill: Callable[[Any], Any] = lambda part: part) -> 
 
 
 def model_of(size: str) -> Model:
-    """The size's model as a run of its family's own options has it, on the meta device."""
+    """The size's model as a run of its family's own options has it, on the meta device; its denoiser, which has two of three weights, is tiny."""
     its = SIZES[size]
-    return tiny.kind(its.family)(at_full_size(its), None, RunConfig(family=tiny.FAMILIES[its.family], resolution=its.side))
+    return tiny.kind(its.family)(at_full_size(its, whole=False), None, RunConfig(family=tiny.FAMILIES[its.family], resolution=its.side))
 
 
 def prepared(
@@ -199,7 +203,7 @@ def flowing(size: str, side: int = 0) -> tuple[tuple[int, ...], dict[str, tuple[
     """What the family's own code makes of a picture of `side` pixels, or of its usual one, and of a long caption, both without the batch's dimension:
     (C, h, w) of latents, and the shape of each of a text's tensors."""
     model, side = model_of(size), side or SIZES[size].side
-    parts = model.parts  # each weight is made without numbers anew, and the denoiser, which is not asked, has two of three
+    parts = model.parts  # each weight is made without numbers anew
     model.parts = {name: part for name, part in parts.items() if name in model.facts.text_encoders}
     _, text = flow_through(model, lambda shape: model.encode_text([CAPTION]))
     model.parts = {"vae": parts["vae"]}
