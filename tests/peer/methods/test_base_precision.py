@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
+import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from peer.wiring import check_base, load_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT
+from tests.forking import Forked
 from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
@@ -191,8 +191,15 @@ def test_options_that_do_not_go_with_it_are_refused(other):
         PeerConfig(base_precision="int8", **{other: True})
 
 
-def test_a_program_that_has_asked_for_nothing_else_of_bitsandbytes_packs_in_nf4():
+def test_a_program_that_has_asked_for_nothing_else_of_bitsandbytes_packs_in_nf4(tmp_path):
     """It is loaded only once something of it is wanted, and its operators are there only then."""
-    code = "import torch; from peer.models.diffusion.packed import PackedLinear; print(PackedLinear(torch.nn.Linear(64, 64), 'nf4', torch.device('cpu')).bits.numel())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, cwd=ROOT)
-    assert done.stdout.split() == ["2048"], done.stderr
+    with open(tmp_path / "said", "wb") as said, open(os.devnull) as nothing:
+        files = nothing.fileno(), said.fileno(), said.fileno()
+        done = Forked(f"{__name__}:_packs_in_nf4", {}, files, cwd=ROOT, environ={**os.environ}).wait(600)
+    assert done == 0, (tmp_path / "said").read_text()
+
+
+def _packs_in_nf4() -> int:
+    assert not hasattr(torch.ops.bitsandbytes, "quantize_4bit"), "it is loaded already"
+    assert PackedLinear(nn.Linear(64, 64), "nf4", CPU).bits.numel() == 2048
+    return 0

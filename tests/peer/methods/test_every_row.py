@@ -22,7 +22,6 @@ from swarm.run.family import families
 from swarm.run.methods import textual_inversion
 from swarm.run_config import RunConfig
 from tests import tiny
-from tests.peer.frozen import libraries_are_frozen  # noqa: F401
 from tests.peer.machine.shallow import with_one_level
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 from tests.tiny.moulds import Mould
