@@ -72,9 +72,8 @@ def exact(shallow_family):  # noqa: F811
 
 @pytest.mark.parametrize(("family", "method"), [*(("sd", method) for method in METHODS), ("flux", "lora"), ("z_image", "lora")])
 def test_every_method_begins_with_the_same_bits_and_has_nearly_the_same_gradient(family, method, shallow_family, exact):  # noqa: F811
-    """A method knows of no precision: it asks a layer for its weights and their shape, which nf4 alone has to be told."""
     first, gradient = exact(family, method)
-    for precision in PRECISIONS if (family, method) == ("sd", "lora") else ("nf4",):
+    for precision in PRECISIONS:
         model, params = placed(shallow_family(family), precision, **METHODS[method])
         assert torch.equal(flat(params), first)
         off = (gradients(model, params) - gradient).norm() / gradient.norm()

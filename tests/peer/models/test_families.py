@@ -217,7 +217,7 @@ def test_the_pipeline_draws_from_prompts_that_are_read_as_captions_what_it_draws
         assert not torch.allclose(draw(model.pipeline, prompts), drawn(tiny_family(family)))
 
 
-@pytest.mark.parametrize("family", ["sd", "flux", "qwen_image"])  # of text encoders: CLIP; T5; a language model, and a VAE of videos
+@every_family
 def test_half_precision_weights_become_float32_whether_as_such_or_as_a_variant(load, family, tmp_path, tiny_family):
     half = plain(tiny_family(family)).to(dtype=torch.float16)
     half.save_pretrained(tmp_path / "plain")
