@@ -95,8 +95,8 @@ def _lay_over(encoder: Any, ids: Sequence[int], vectors: nn.Parameter, size: int
 
     The table gets rows for them, which keep the start value: it is what pipelines are saved with, once `complete` has filled them in.
     """
+    _widen(encoder, encoder.get_input_embeddings().weight)
     table = encoder.get_input_embeddings()
-    table.weight.data = table.weight.data.float()  # it may be held in less, and what is learned is not rounded
     if table.num_embeddings < size:
         with torch.random.fork_rng(devices=[]):
             encoder.resize_token_embeddings(size, mean_resizing=False)
@@ -116,3 +116,16 @@ def _lay_over(encoder: Any, ids: Sequence[int], vectors: nn.Parameter, size: int
     for module in {id(module): module for module in encoder.modules() if isinstance(module, nn.Embedding)}.values():
         if module is table or module.weight is table.weight:
             module.register_forward_hook(overlay)
+
+
+def _widen(encoder: Any, words: nn.Parameter) -> None:
+    """Have `encoder` hold its `words` in float32, wherever it reads them: they may be held in less, and what is learned is not rounded.
+
+    They are another parameter then: who keeps the old one elsewhere (peer/machine/turns.py) does not bring it back.
+    """
+    if words.dtype is torch.float32:
+        return
+    wide = nn.Parameter(words.detach().float(), requires_grad=False)
+    for module in encoder.modules():
+        if getattr(module, "weight", None) is words:
+            module.weight = wide
