@@ -193,7 +193,7 @@ def test_with_its_last_part_a_contribution_is_signed_as_members_sign():
         asyncio.run(outlet.send(as_bytes(data)))
     (first, _), (last, _) = came
     digest = tree_digest([part_hash(part, data) for part, data in zip(wire.parts, encoded, strict=True)])
-    assert first == {} and has_signed(key.peer_id, input_statement("run", "group", "QmReducer", digest), **last)
+    assert first == {} and has_signed(key.peer_id, input_statement("run", "group", "QmReducer", digest), last["key"], last["signature"])
 
 
 def sent_by(lie, who, mean):
