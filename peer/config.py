@@ -81,9 +81,9 @@ class PeerConfig:
     )
     base_precision: str = option(
         "auto",
-        "How this machine keeps the denoiser's weights where they are not trained: 8 bits (fp8, int8) or 4 (nf4), off by 2.6, 0.8 and 9 %; auto: as "
-        "--mixed_precision computes, exactly.",
-        choices=("auto", "fp8", "int8", "nf4"),
+        "How this machine keeps the denoiser's weights where they are not trained: 16 bits (bf16), 8 (fp8, int8) or 4 (nf4), off by 0.2, 2.6, 0.8 "
+        "and 9 %; auto: as --mixed_precision computes, exactly.",
+        choices=("auto", "bf16", "fp8", "int8", "nf4"),
     )
     state_on: str = option(
         "memory",

@@ -1,4 +1,4 @@
-"""Linear layers whose weights nobody trains, in 8 or 4 bits a weight.
+"""Linear layers whose weights nobody trains, in 16, 8 or 4 bits a weight.
 
 A layer unpacks its weights for each pass, forwards and backwards, and keeps nothing of them in between; so it needs no gradient checkpointing. It is
 a torch.nn.Linear for whoever looks at it: `weight` is what is computed with, so adapters of every kind work beside it.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from peer.contracts import Hold
 
-PRECISIONS = ("fp8", "int8", "nf4")
+PRECISIONS = ("bf16", "fp8", "int8", "nf4")
 _BLOCK = 64
 """Weights in a row that share a scale in nf4 (Dettmers et al. 2023, arXiv:2305.14314, section 3)."""
 _GIVE_BACK = 2**27
@@ -103,7 +103,7 @@ def give_back() -> None:
         trim(0)
 
 
-# ---------------------------------------------------------------- formats: (bits, scales) of a weight, and a weight of them in float32
+# ---------------------------------------------------------------- formats: (bits, scales) of a weight, and a weight of them, in float32 or bf16
 
 
 def _pack_rows(dtype: torch.dtype, most: float) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -120,6 +120,10 @@ def _pack_rows(dtype: torch.dtype, most: float) -> Callable[[Tensor], tuple[Tens
 
 def _unpack_rows(dtype: torch.dtype) -> Callable[[Tensor, Tensor, tuple[int, int]], Tensor]:
     return lambda bits, scales, shape: bits.view(dtype).float().mul_(scales)
+
+
+def _pack_bf16(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return weight.bfloat16().view(torch.uint8), weight.new_ones(1)  # a scale as the others have
 
 
 def _pack_nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +146,7 @@ def _kernels() -> Any:
 
 
 _BY_NAME: Mapping[str, tuple[Any, Any]] = {
+    "bf16": (_pack_bf16, lambda bits, scales, shape: bits.view(torch.bfloat16)),
     "fp8": (_pack_rows(torch.float8_e4m3fn, 448.0), _unpack_rows(torch.float8_e4m3fn)),
     "int8": (_pack_rows(torch.int8, 127.0), _unpack_rows(torch.int8)),
     "nf4": (_pack_nf4, _unpack_nf4),
