@@ -9,6 +9,14 @@ import torch
 
 from benchmarks import loading
 from swarm.errors import ExitCode, UserError
+from tests import warm
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """The processes of its own are forked, which have what takes 13 CPU s to import."""
+    code = "import sys; from benchmarks import loading; sys.exit(loading.main())"
+    monkeypatch.setattr(loading.subprocess, "run", lambda words, **_: warm.run(code, *words[2:]))
 
 
 def test_each_way_to_hold_a_model_answers_for_a_process_of_its_own(capsys, monkeypatch):
