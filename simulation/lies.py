@@ -1,5 +1,5 @@
-"""Reducers that sign two means of one share, or a wrong one (`scripts/attacks/two_faced.py`, `wrong_mean.py`): what they say that they did, and who is
-banned for it.
+"""Reducers that sign two means of one share, or a wrong one (`scripts/attacks/two_faced.py`, `wrong_mean.py`). They say what they did; who is banned
+for it, the honest say.
 
 Where one has lied to a member, that member's state is another one than the others'. That alone breaks no promise; that an honest peer is
 banned does, and that nobody has a proof after many such rounds.
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 MOST_PARTED = 20
 """Rounds in which a lie makes two states, until somebody has proven it. Two may fall silent at once, or die, and compare nothing."""
 MOST_TAKEN = 20
-"""Rounds of which all take a wrong mean, until somebody has proven it."""
+"""Rounds in which all take a wrong mean, at most, before somebody proves it."""
 Made = tuple[str, tuple[tuple[str, int, int], ...]]
 """A round: the parent of its state, and its members."""
 

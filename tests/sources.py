@@ -1,4 +1,4 @@
-"""Walking over the trees of our sources, of which several tests of rules read all."""
+"""Walks over the syntax trees of our sources. Several tests of rules read them all."""
 
 import ast
 from collections.abc import Iterator

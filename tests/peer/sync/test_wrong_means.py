@@ -1,4 +1,4 @@
-"""A proof of a wrong mean holds where a reducer signed one, and never against an honest reducer, whoever signs or says what."""
+"""A proof of a wrong mean holds where a reducer signed one. None holds against an honest reducer, whatever others sign or say."""
 
 import asyncio
 import dataclasses
@@ -151,7 +151,7 @@ def test_weights_are_the_same_for_every_strategy(run):
 
 
 def framings(honest, run):
-    """Against an honest reducer, by members that sign what they like, a leader, and whoever else."""
+    """Proofs that members, a leader and others make up against an honest reducer. Members sign what they like."""
     proof = honest.proof()
     liar = honest.inputs[0]
     turned = honest.wire.encode(-honest.wire.decode(honest.vectors[0]))

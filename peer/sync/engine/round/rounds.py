@@ -258,7 +258,7 @@ class Rounds:
     def _told(self, state: State, offer: Contribution, callers: Collection[str]) -> set[str]:
         """Who need not hear from us that the round has begun: where one has called us that began it, it has called them as well.
 
-        Only those that made our state, and nobody after a failure: who does not answer any more is to be found out by all at once.
+        Only those that made our state, and nobody after a failure: then each of us calls all, and finds out at once who does not answer any more.
         """
         made = {member.peer for member in state.header.members} if callers and not offer.failures else set()
         return {peer for peer in made if not self.company.is_stranger(peer)}
