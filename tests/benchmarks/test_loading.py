@@ -3,6 +3,7 @@
 import json
 import mmap
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from tests import warm
 def forked(monkeypatch):
     """The processes of its own are forked, which have what takes 13 CPU s to import."""
     code = "import sys; from benchmarks import loading; sys.exit(loading.main())"
-    monkeypatch.setattr(loading.subprocess, "run", lambda words, **_: warm.run(code, *words[2:]))
+    forking = SimpleNamespace(run=lambda words, **_: warm.run(code, *words[2:]))
+    monkeypatch.setattr(loading, "subprocess", forking)  # of that module alone: others start git
 
 
 def test_each_way_to_hold_a_model_answers_for_a_process_of_its_own(capsys, monkeypatch):

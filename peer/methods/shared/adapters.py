@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,18 +21,23 @@ def layers(part: nn.Module, ends: Sequence[str]) -> list[str]:
     return [name for name, module in found if isinstance(module, nn.Linear | nn.Conv2d)]
 
 
+_peft = threading.Lock()
+"""Held while peft's module has other functions: of two threads the second would take these for its own, and leave them there."""
+
+
 @contextlib.contextmanager
 def without_bitsandbytes() -> Iterator[None]:
     """Within it peft's LoRA does not look for bitsandbytes' layers, of which our models have none: it would load all of that library."""
     lora = importlib.import_module("peft.tuners.lora.model")
-    asked = {name: getattr(lora, name) for name in ("is_bnb_available", "is_bnb_4bit_available") if hasattr(lora, name)}
-    try:
-        for name in asked:
-            setattr(lora, name, lambda: False)
-        yield
-    finally:
-        for name, function in asked.items():
-            setattr(lora, name, function)
+    with _peft:
+        asked = {name: getattr(lora, name) for name in ("is_bnb_available", "is_bnb_4bit_available") if hasattr(lora, name)}
+        try:
+            for name in asked:
+                setattr(lora, name, lambda: False)
+            yield
+        finally:
+            for name, function in asked.items():
+                setattr(lora, name, function)
 
 
 def add_adapters(model: Model, names: Sequence[str], ends: Sequence[str], config: Callable[..., Any]) -> Params:

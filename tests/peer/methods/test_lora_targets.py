@@ -2,11 +2,13 @@
 
 import importlib
 import sys
+import threading
 
 import pytest
 import torch
 from torch import nn
 
+from peer.methods.shared.adapters import without_bitsandbytes
 from swarm.errors import UserError
 from swarm.founding import check_family
 from swarm.run.adapters import CHOICES
@@ -114,3 +116,21 @@ def test_peft_does_not_load_bitsandbytes_layers_of_which_a_model_has_none(tiny_m
     _, _, params = attached(run_of("lora", tiny_model))
     lora = importlib.import_module("peft.tuners.lora.model")
     assert params and lora.is_bnb_available is importlib.import_module("peft.import_utils").is_bnb_available
+
+
+def test_two_threads_that_add_adapters_at_once_leave_peft_as_it_was():
+    lora = importlib.import_module("peft.tuners.lora.model")
+    before, entered, left = lora.is_bnb_available, threading.Event(), threading.Event()
+
+    def second():
+        with without_bitsandbytes():
+            entered.set()
+            left.wait(30)
+
+    thread = threading.Thread(target=second)
+    with without_bitsandbytes():
+        thread.start()
+        entered.wait(0.2)  # it would take what is there now for peft's own
+    left.set()
+    thread.join()
+    assert entered.is_set() and lora.is_bnb_available is before
