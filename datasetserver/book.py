@@ -238,7 +238,7 @@ class Book:
         """The state that the host's server answers for: of the head's chain the newest that peers of two owners stand behind; '' for none.
 
         It descends from the one before, unless the host has discarded that: so of two branches only one ever has any. While the head is on
-        another branch it stays the one before.
+        another branch there is none: peers take over what is countersigned, and nobody is to go back to a branch that the run has left.
         """
         self._discard()
         last, sure = "" if self._countersigned in self._discarded else self._countersigned, self.tree.get(self._sure)
@@ -247,7 +247,7 @@ class Book:
         if last != self._countersigned:
             self._countersigned = last
             self._store.set_countersigned(last)
-        return last
+        return last if any(state.digest == last for state in self.tree.back()) else ""
 
     def sweep(self) -> None:
         """End leases that were not renewed in time, and withdraw what peers that are long gone left pending."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
+from peer.sync.engine.certificate import Judgement, Shown, judged, line_of
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.heads import DESERTED_SECONDS, Heads, most_signed
 from peer.sync.engine.round.met import Met
@@ -32,6 +33,22 @@ def record(peer: str, state: State | Head, **values) -> PeerRecord:
     return PeerRecord(**{"peer_id": peer, "config": "run", "schema": "schema", "phase": TRAIN, **where, **values})
 
 
+class _Shown:
+    """What others have shown, and what the host's server has countersigned; at first nothing is asked of anybody."""
+
+    def __init__(self):
+        self.lines: dict[str, str] = {}
+        self.countersigned, self.signers = "", ()
+
+    def judge(self, strangers) -> Judgement:
+        if not self.lines:
+            return Judgement(strangers)
+        return judged({peer: Shown(None, self.lines[peer]) for peer in strangers}, countersigned=self.countersigned)
+
+    def holds_us(self, judgement: Judgement) -> bool:
+        return not judgement.states
+
+
 class View:
     """What one peer sees, and what it makes of it."""
 
@@ -39,7 +56,8 @@ class View:
         self.records, self.broken, self.clock = [], set(), Clock()
         self.met = Met(tmp_path / f"met-{random.random()}.json", "run")
         self.met.averaged(met)
-        self.heads = Heads(self.met, lambda: self.records, ours, self.broken.__contains__, self.clock)
+        self.evidence = _Shown()
+        self.heads = Heads(self.met, lambda: self.records, ours, self.broken.__contains__, self.clock, evidence=self.evidence)
 
     def sees(self, *records: PeerRecord) -> "View":
         self.records = list(records)
@@ -128,6 +146,50 @@ def test_halves_of_two_and_two_choose_the_branch_with_more_samples_alike(view):
 
     assert view(left, everybody).sees(*records[1:]).right() == right.digest
     assert view(right, everybody).sees(*records[:3]).right() is None
+
+
+def two_pairs(view):
+    """Two and two that each made rounds together, and never one with the other two: what ann sees, which is of the pair with fewer samples."""
+    base, *_, fork = lineage(2, samples=4)
+    *_, theirs = lineage(3, after=fork, by=("cy", "dan"))
+    *_, ours = lineage(2, after=fork)
+    ann = view(ours, ["bob"]).sees(record("bob", ours), record("cy", theirs), record("dan", theirs))
+    ann.evidence.lines = {"bob": line_of(ours), "cy": line_of(theirs), "dan": line_of(theirs)}
+    return ann, fork, ours, theirs
+
+
+def test_of_two_pairs_that_never_met_one_follows_the_branch_that_the_server_countersigned(view):
+    ann, fork, ours, theirs = two_pairs(view)
+    assert ann.right() is None
+    for nothing_new in (fork, ours):
+        ann.evidence.countersigned = nothing_new.digest
+        assert ann.right() is None
+    ann.evidence.countersigned = theirs.digest
+    assert ann.right() == theirs.digest and ann.heads.is_right(Head.of(theirs))
+    ann.sees(record("bob", ours))
+    assert ann.right() is None, "nobody who is live stands there"
+
+
+def test_who_is_further_than_all_on_the_countersigned_branch_stays_where_it_is(view):
+    ann, _, ours, theirs = two_pairs(view)
+    ann.evidence.countersigned = theirs.digest
+    *_, further = lineage(4, after=ours)
+    ann.heads.moved(further)
+    assert further.header.samples > theirs.header.samples and ann.right() is None
+
+
+def test_on_the_countersigned_branch_more_who_are_elsewhere_with_fewer_samples_lead_nobody_away(view):
+    *_, fork = lineage(2)
+    *_, countersigned, ours = lineage(2, after=fork, samples=32, by=("ann", "eve"))
+    *_, theirs = lineage(2, after=fork, by=("bob", "cy"))
+    ann = view(ours, ["bob", "cy"]).sees(record("bob", theirs), record("cy", theirs))
+    assert ann.right() == theirs.digest
+    ann.evidence.countersigned = countersigned.digest
+    assert ann.right() is None
+    *_, later = lineage(1, after=ours, by=("bob", "cy"))
+    assert ann.sees(record("bob", later), record("cy", later)).right() == later.digest, "what goes on from ours is followed as ever"
+    *_, larger = lineage(9, after=theirs, samples=32, by=("bob", "cy"))
+    assert ann.sees(record("bob", larger), record("cy", larger)).right() == larger.digest, "the server will say so in its next word"
 
 
 def test_the_branch_of_more_peers_that_we_have_met_beats_more_samples(view):

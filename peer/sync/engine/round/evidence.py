@@ -61,6 +61,11 @@ class Evidence:
         return judged({peer: shown for peer, (shown, *_) in self._told.items()}, self._certificates.shown, countersigned)
 
     @property
+    def countersigned(self) -> str:
+        """Digest of the state that the host has just countersigned, as far as we have heard; '' for none."""
+        return self._seals.countersigned
+
+    @property
     def signers(self) -> Collection[str]:
         """Of our own certificate, other than ourselves; nobody without one."""
         best = self._certificates.shown.certificate

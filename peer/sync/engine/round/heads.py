@@ -326,8 +326,10 @@ class Heads:
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
         leaderless = self._leaderless()
         met = [] if leaderless else [claim for claim in claims if claim.peer in self._met]
-        counted, certified, elsewhere = met, False, False
-        if not met:
+        counted, certified, elsewhere = self._still_on_the_branch(met), False, False
+        if sure := self._on_the_branch(claims):
+            met, counted, certified, elsewhere = [], sure, True, True
+        elif not met:
             counted, certified, elsewhere = self._judged(claims, leaderless)
         voters = [claim for claim in counted if claim.votes] or counted
         voters = voters if met else voters[:_MOST_STRANGERS]
@@ -337,6 +339,28 @@ class Heads:
             self._ours, self._from_base or elsewhere, claims, voters, bool(met), self._lineage, one_is_enough, self._leads,
             self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
         )  # fmt: skip
+
+    def _on_the_branch(self, claims: list[Claim]) -> list[Claim]:
+        """Those who count on the branch that the host's server has just countersigned, as a newcomer would see it: only where ours is another one,
+        and has fewer samples. Else nobody.
+        """
+        if not (sure := self._countersigned) or self._from_base or self._lineage.holds(sure):
+            return []
+        if not any(better(claim.head, self._ours) and not self._lineage.descends(claim.head, self._ours) for claim in claims):
+            return []
+        judgement = self._evidence.judge([claim.peer for claim in claims])
+        on_it = judgement.countersigned and not self._lineage.holds(judgement.countersigned)
+        return [claim for claim in claims if claim.peer in judgement.peers] if on_it else []
+
+    def _still_on_the_branch(self, met: list[Claim]) -> list[Claim]:
+        """Where our state is countersigned, or one before it: without those on a branch with fewer samples that left ours before that one."""
+        if not (sure := self._countersigned) or not self._lineage.holds(sure):
+            return met
+        return [claim for claim in met if better(claim.head, self._ours) or not self._lineage.left_before(claim.head, sure)]
+
+    @property
+    def _countersigned(self) -> str:
+        return self._evidence.countersigned if self._evidence is not None else ""
 
     def _judged(self, strangers: list[Claim], leaderless: bool) -> tuple[list[Claim], bool, bool]:
         """Those of them that count, a signer also where it has just come back; whether a certificate says so; and whether its state is elsewhere

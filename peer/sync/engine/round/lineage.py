@@ -36,6 +36,22 @@ class Lineage:
     def has_learned(self, state: Head) -> bool:
         return self._learned.get(state.digest) == state.parents
 
+    def holds(self, digest: str) -> bool:
+        """Whether our state is that one, or comes after it."""
+        return digest[:ELDER_CHARACTERS] in self._age
+
+    def left_before(self, state: Head, ours: str) -> bool:
+        """Whether `state` is known to be on a branch that left ours before `ours`, a state that `holds`."""
+        self.learn(state)
+        digest, age = state.digest, self._age[ours[:ELDER_CHARACTERS]]
+        for _ in range(_FURTHEST):
+            if (at := self._age.get(digest[:ELDER_CHARACTERS])) is not None:
+                return at > age
+            if (parent := self._parent.get(digest)) is None:
+                return False
+            digest = parent
+        return False
+
     def descends(self, state: Head, ancestor: Head) -> bool:
         """Whether `state` is known to come after `ancestor`."""
         if state.samples <= ancestor.samples:  # each round adds some; spares the walk in most cases
