@@ -173,6 +173,7 @@ class World:
         self.calm = False
         self.gone: list[Machine] = []
         self.apart = 0
+        self._ended_apart: set[str] = set()
         self._born = 0
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
         self._last_commit = self._slowest = 0.0
@@ -399,6 +400,13 @@ class World:
     def _is_over(self) -> bool:
         return all(machine.over for machine in self.machines)
 
+    def ends(self, machine: Machine) -> None:
+        """It ends by itself. Whether it is apart by rule shows now: those whom it has met there may still end elsewhere."""
+        self._ended_apart.discard(machine.peer)
+        lineage = self.checks.lineage(self.tip())
+        if self.checks.stands(machine) not in lineage and self._apart_by_rule(machine, lineage):
+            self._ended_apart.add(machine.peer)
+
     async def _all_end(self) -> None:
         """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off, but for those
         that stay apart. Who comes later is told so."""
@@ -412,7 +420,7 @@ class World:
         for machine in self.machines:
             commit = self.checks.commits.get(self.checks.stands(machine))
             ended = commit is not None and commit.samples >= self.run.total_samples
-            if ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage):
+            if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
                 self.apart += 1
             elif not ended or commit.digest not in lineage:
                 self.checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)

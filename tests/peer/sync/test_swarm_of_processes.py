@@ -206,7 +206,7 @@ def silent(monkeypatch):
         port.close()
 
 
-def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, silent):
+def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_way(tmp_path, silent, caplog):
     """Seen in the code: the server had ended the run, so the data ended, and a peer exported the state before the last one."""
     _, sync = build(tmp_path / "out", "parameters", [], {"total": "64"})
     now = [0.0]
@@ -222,12 +222,15 @@ def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_w
         now[0] += swarm_sync.LAST_STATE_SECONDS - 1
         assert sync.leave(hurry=False).wait
         now[0] += 2
-        assert not sync.leave(hurry=False).wait
+        assert "ends with" not in caplog.text and not sync.leave(hurry=False).wait
+        assert "this peer ends with 0 of the run's 64 samples" in caplog.text
+        caplog.clear()
         for cut_short in (lambda: sync.leave(hurry=True), lambda: sync._hear(Done())):
             sync._leaving = None
             assert sync.leave(hurry=False).wait
             cut_short()
             assert not sync.leave(hurry=False).wait
+        assert "ends with" not in caplog.text
     finally:
         sync.close()
 

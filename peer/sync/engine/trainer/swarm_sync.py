@@ -195,7 +195,11 @@ class SwarmSync:
             self._leaving.sign_of_the_end(now)
         if self._must_wait():
             self._exchange(POLL_SECONDS)
-        return self._report()
+        report = self._report()
+        if not (report.wait or report.done or hurry) and self._leaving.end_until and self.samples < self._end.total:
+            said = "this peer ends with %d of the run's %d samples, for no later state came; dd-export gets the newest one from the others"
+            log.warning(said, self.samples, self._end.total)
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._work.state.digest, "round": self.round, "samples": self.samples, "contributions": self._work.numbers()}
