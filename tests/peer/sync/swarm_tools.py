@@ -60,6 +60,9 @@ class Nodes:
         nodes = [await self.node() for _ in range(count)]
         return [(node, Streams(node)) for node in nodes]
 
+    def at_end(self, close: Callable[[], None]) -> None:
+        self._stack.callback(close)
+
     def ends_with_the_test(self, *tasks: asyncio.Task) -> None:
         self._stack.push_async_callback(end_tasks, *tasks)
 
@@ -144,6 +147,7 @@ async def holder(nodes, state: State, clock=None) -> Holder:
     ((node, streams),) = await nodes.streams(1)
     giver = Holder(nodes, node, streams, state, clock)
     await giver.donor.start()
+    nodes.at_end(giver.donor.close)
     return giver
 
 

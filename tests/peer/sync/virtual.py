@@ -72,6 +72,9 @@ class VirtualNodes:
         nodes = [await self.node() for _ in range(count)]
         return [(node, Streams(node)) for node in nodes]
 
+    def at_end(self, close: Callable[[], None]) -> None:
+        self._stack.callback(close)
+
     def ends_with_the_test(self, *tasks: asyncio.Task) -> None:
         self._stack.push_async_callback(end_tasks, *tasks)
 
