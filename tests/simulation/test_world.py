@@ -170,6 +170,7 @@ def test_a_world_hears_what_is_logged_and_leaves_logging_as_it_was():
         logging.getLogger("peer").info("heard %d", 7)
         raise ZeroDivisionError
     assert asked() == before and world._lines[-1].endswith("world: heard 7")
+    world.loop.close()
 
 
 def test_a_request_to_no_endpoint_of_the_server_is_our_mistake():
