@@ -222,7 +222,9 @@ class Trainer:
     def _losses(self, pixels: PixelBatch, number: int) -> Tensor:
         """(B,); every random number in it follows from the peer, the step and the micro-batch, so a resumed run repeats them."""
         seed = seed_of(self.noise_seed, self.step, number)
-        torch.manual_seed(seed)  # for whatever draws without being handed a generator: dropout
+        # For whatever draws without being handed a generator: dropout. torch.manual_seed would note the stack of calls for each kind of
+        # device that is not there, 0.5 ms here and 2 ms in a test.
+        (torch.default_generator if self.precision.device.type == "cpu" else torch).manual_seed(seed)
         rng = torch.Generator(self.precision.rng_device).manual_seed(seed)
         with self.precision.autocast():
             losses = self.model.loss(self.encode(pixels, rng), rng)

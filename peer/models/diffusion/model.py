@@ -40,7 +40,7 @@ class DiffusionModel:
 
     def __init__(self, pipeline: Any, device: torch.device | None):
         """device None: left on the CPU as the pipeline is, until `place`."""
-        self.pipeline, self.device = pipeline if device is None else pipeline.to(device), device or torch.device("cpu")
+        self.pipeline, self.device = pipeline, torch.device("cpu")
         self.read: Callable[[], Any] | None = None
         """Reads the pipeline anew, in float32 on the CPU."""
         self._held: dict[str, torch.dtype] = {}
@@ -50,6 +50,8 @@ class DiffusionModel:
         self.vae = self.parts["vae"]
         self.denoiser = self.parts[self.facts.denoiser]
         self.vae_factor = self.facts.vae_factor(self.vae.config)
+        if device is not None:
+            self.move(device)
 
     @classmethod
     def load(cls, source: Path, device: torch.device | None, run: RunConfig) -> "DiffusionModel":
@@ -69,7 +71,8 @@ class DiffusionModel:
                 parameter.data = parameter.data.to(dtype)
 
     def move(self, device: torch.device) -> None:
-        self.pipeline.to(device)
+        for part in self.parts.values():  # pipeline.to would look through each of them five times for hooks that we never set
+            part.to(device)
         self.device = device
 
     def place(self, device: torch.device, dtype: torch.dtype | None = None, whole: Collection[str] = (), *, hold: Hold | None = None) -> None:

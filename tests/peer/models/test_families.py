@@ -82,6 +82,14 @@ def test_a_family_is_read_from_its_folder(tiny_family, family):
 
 
 @every_family
+def test_a_model_is_moved_with_all_that_its_pipeline_computes_with(family):
+    model = tiny.kind(family)(tiny.build(family), torch.device("meta"), own(family))
+    modules = [part for part in model.pipeline.components.values() if isinstance(part, torch.nn.Module)]
+    assert model.device.type == "meta" and len(modules) > 2
+    assert {tensor.device.type for module in modules for tensor in (*module.parameters(), *module.buffers())} == {"meta"}
+
+
+@every_family
 def test_pixels_are_encoded_into_what_the_pipeline_decodes_and_without_a_gradient(load, family):
     model = load(family)
     mean, std = model.encode_pixels(pixels().clone().requires_grad_(True)).chunk(2, dim=1)
