@@ -545,4 +545,4 @@ def resume(trainer: Trainer, launch: Launch) -> None:
         return
     trainer.load_state_dict(state)
     if found:
-        log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
+        log.info("resumed checkpoint=%s step=%d trained=%d", found[0], trainer.step, trainer.trained)

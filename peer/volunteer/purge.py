@@ -34,7 +34,7 @@ _FOLDERS = {
         "manifest-*.json", "pictures-*.json", "seen-*.json", "train_batch_size.json", "unsaid-*.jsonl",
     ),
     "audit": ("*.state",),
-    "supervised": ("life", "lock", "stacks-*"),
+    "supervised": ("life", "lock", "room", "stacks-*"),
     "logs": ("**/events.out.tfevents.*",),
     "profile": ("trace-*.json",),
 }  # fmt: skip
