@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.sync import gradients
-from swarm.dht import Identity
+from swarm.identity import Identity
 from swarm.ports import free_port
 from swarm.run_config import RunConfig
 

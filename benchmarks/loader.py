@@ -32,8 +32,8 @@ from peer.samples.buckets import Buckets  # noqa: E402
 from peer.samples.decoding import Decoder  # noqa: E402
 from peer.samples.feed import Feed  # noqa: E402
 from peer.samples.pictures import Frame, decode  # noqa: E402
-from swarm.dht import Identity  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
+from swarm.identity import Identity  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
 
 BATCH, RESOLUTION, WARM_STEPS = 4, 512, 4

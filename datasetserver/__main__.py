@@ -12,7 +12,7 @@ from datasetserver.config import ServerConfig
 from datasetserver.work_folder import HOST_KEY, LEDGER
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
-from swarm.options import build, parse_flags, read_toml
+from swarm.options import build, nearest, parse_flags, read_toml
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from swarm.subsets import folders_of
@@ -45,20 +45,8 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> None:
-    if list(argv[:1]) == ["token"]:
-        return tokens.main(argv[1:])
-    if list(argv[:1]) == ["invite"]:
-        return invite.main(argv[1:])
-    if list(argv[:1]) == ["successor"]:
-        return successor.main(argv[1:])
-    if list(argv[:1]) == ["init"]:
-        return template.main(argv[1:])
-    if argv and argv[0] in heads.VERBS:
-        return heads.main(argv)
-    if argv and argv[0] in bans.VERBS:
-        return bans.main(argv)
-    if argv and argv[0] in orders.VERBS:
-        return orders.main(argv)
+    if argv and not argv[0].startswith("-"):
+        return _command(argv)
     config, run_values = _read(argv)
 
     import uvloop
@@ -91,6 +79,17 @@ def _main(argv: Sequence[str]) -> None:
         if run and not begun and config.for_members:
             run = dataclasses.replace(run, members_of=key.public)
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard, key))
+
+
+def _command(argv: Sequence[str]) -> None:
+    """Raises UserError, also when there is no such command."""
+    alone = {"init": template, "invite": invite, "successor": successor, "token": tokens}
+    if argv[0] in alone:
+        return alone[argv[0]].main(argv[1:])
+    verbs = {verb: room for room in (heads, bans, orders) for verb in room.VERBS}
+    if argv[0] in verbs:
+        return verbs[argv[0]].main(argv)
+    raise UserError(f"Unknown command {argv[0]}.", fix=f"{nearest(argv[0], (*alone, *verbs))} See --help.".lstrip())
 
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:

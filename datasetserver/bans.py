@@ -59,7 +59,9 @@ def main(argv: Sequence[str]) -> None:
     if verb == "trust" and not run.members_of:
         raise UserError("Only in a run for members does every peer know whom you trust.", fix="Begin one: --members yes, or --tokens.")
     trusted = verb == "trust" or (verb == "unban" and peer in bans.trusted)
-    say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=getattr(args, "reason", ""))
+    given = {word.about: word.reason for word in bans.words if word.banned}  # a second ban that gives none leaves it
+    reason = (args.reason or given.get(peer, "")) if verb == "ban" else ""
+    say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=reason)
     print(f"{peer} is {_DONE[verb]}; the server knows within a second, the other peers within a minute")
     if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
         print(f"others average, too, until you trust {missing} more that can be dialled", file=sys.stderr)

@@ -30,9 +30,10 @@ from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.discarded import discard
 from swarm.bans import Bans
-from swarm.dht import Identity, SwarmNode
+from swarm.dht import SwarmNode
 from swarm.end import EXTENSION_FILE, End
 from swarm.errors import ExitCode, UserError
+from swarm.identity import Identity
 from swarm.life import TRAINING, Life
 from swarm.logs import setup_logging
 from swarm.members import Members

@@ -235,8 +235,8 @@ class PeerConfig:
     num_validation_images: int = option(4, "Pictures of each prompt, always from the same seeds.", aliases=("image_log_amount",), ge=1)
     validation_steps: int = option(
         0,
-        "Draw every N global steps, and measure the held-out loss (--validation_split); 0: every round of a swarm, alone every 100 steps. The "
-        "held-out loss then takes at most 1 % of the time.",
+        "Draw every N global steps, and measure the held-out loss (--validation_split); 0: every round of a swarm, alone every 100 steps and "
+        "at the end of a shorter run. The held-out loss then takes at most 1 % of the time.",
         aliases=("image_log_steps",),
         lt=2**40,
     )

@@ -94,13 +94,15 @@ def _train(peer: PeerConfig, given: dict) -> int:
             trainer.alive = alive
             gc.collect()
             gc.freeze()  # all that was loaded stays: to look through it once more takes 0.33 s, every few hundred steps
-            trainer.run()
+            ended = trainer.run()
         if group.is_main and trainer.has_learned:
             alive("exporting")
             folder = Path(peer.output_dir) / "model"
             results.export(folder)
             link_result(folder.parent)
-            log.info("finished samples=%d round=%d result=%s", trainer.trained, trainer.sync.round, folder)
+            again = "the same command" if peer.swarming else "the same command with --resume_from_checkpoint latest"
+            how = "finished" if ended else f"stopped before the end ({again} goes on)"
+            log.info("%s samples=%d round=%d result=%s", how, trainer.trained, trainer.sync.round, folder)
         elif group.is_main:
             log.warning("nothing is exported: this peer never had a state of the run, and the base model alone is not a result")
         group.barrier()

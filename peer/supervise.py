@@ -24,7 +24,7 @@ from swarm.errors import ExitCode, UserError, run_program
 from swarm.files import lock_folder
 from swarm.life import last_sign
 from swarm.lifeline import adopt_orphans
-from swarm.logs import setup_logging
+from swarm.logs import line, setup_logging
 
 log = logging.getLogger("peer.supervise")  # __name__ may be "__main__", whose lines nobody sees
 
@@ -49,7 +49,10 @@ def main(argv: Sequence[str], program: Path = PROGRAM) -> int:
     output = Path(peer.output_dir)
     with _own_folder(output / _FOLDER) as folder, _log(peer, output.name) as log_file:
         adopt_orphans()
-        return Supervisor(argv, peer, folder, log_file, program).run()
+        code = Supervisor(argv, peer, folder, log_file, program).run()
+    if code and log_file:
+        log.error("ended with code %d: the last lines of %s say why", code, peer.log_file)
+    return code
 
 
 class Supervisor:
@@ -157,6 +160,8 @@ class Supervisor:
         now = time.monotonic()
         if self._asked is not None and now - self._asked >= _SAME_WISH_SECONDS:
             self._kill_at = min(self._kill_at, now + _LAST_SECONDS)
+        elif self._asked is None and self._log_file:  # what the trainer says to it goes into the file
+            os.write(2, (line("stopping; once more to stop at once.") + "\n").encode())
         self._asked = self._asked or now
         self._tell(number)
 

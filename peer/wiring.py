@@ -179,7 +179,7 @@ def peer_id(launch: Launch) -> str:
     """This peer's name in the swarm. Alone there is nobody to be told apart from, and a run must be repeatable."""
     if not launch.peer.swarming:
         return "alone"
-    from swarm.dht import Identity  # hivemind: not needed alone
+    from swarm.identity import Identity  # hivemind: not needed alone
 
     identity = Identity(launch.peer.identity_file)
     identity.close()
@@ -545,4 +545,4 @@ def resume(trainer: Trainer, launch: Launch) -> None:
         return
     trainer.load_state_dict(state)
     if found:
-        log.info("resumed checkpoint=%s step=%d samples=%d", found[0], trainer.step, trainer.sync.samples)
+        log.info("resumed checkpoint=%s step=%d trained=%d", found[0], trainer.step, trainer.trained)

@@ -54,6 +54,11 @@ def _family_of_file(path: Path) -> str:
     )
 
 
+def could_be_on_hub(model: str) -> bool:
+    """Whether a model is named as the Hub names its own, OWNER/NAME; so may a folder be, but not `my-model/`."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model)) and not model.endswith(".safetensors")
+
+
 def shown_model(model: str) -> str:
     """What people call a model: its Hub id, or the name of its file or folder; whoever watches a run need not know where that lies."""
-    return model if re.fullmatch(r"[\w.-]+/[\w.-]+", model) else PurePath(model).name
+    return model if could_be_on_hub(model) else PurePath(model).name

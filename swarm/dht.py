@@ -1,4 +1,4 @@
-"""Joining the Hivemind DHT: a persistent identity, one p2pd, one DHT node, all in the caller's asyncio loop.
+"""Joining the Hivemind DHT: one p2pd and one DHT node under a lasting identity, all in the caller's asyncio loop.
 
 hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so that whoever owns the loop owns everything
 (docs/decisions/0002). Dies with its process: p2pd is told by the kernel, also after SIGKILL.
@@ -6,12 +6,11 @@ hivemind's own `DHT` class forks a process; a node in our loop needs no fork, so
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from hivemind.dht.validation import CompositeValidator, DHTRecord
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon import P2PDaemonError
 from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
-from hivemind.proto import crypto_pb2, p2pd_pb2
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.proto import p2pd_pb2
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -34,6 +32,8 @@ from swarm.dht_protocol import DHTProtocol
 from swarm.dht_rules import RUNS_KEY, Rules, Signatures, key_in, peers_key, signer_of
 from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
+from swarm.identity import Identity
+from swarm.maddrs import by_peer, parse_maddrs, peer_at
 from swarm.members import Members
 from swarm.peer_key import PeerKey, has_signed, is_lot
 from swarm.pipe import Pipe
@@ -47,61 +47,6 @@ JOIN_SECONDS = 60.0
 ANSWER_SECONDS = 10.0
 """In which p2pd answers a question about itself, or hangs."""
 _MOST_CAME_BY = 2
-
-
-def parse_maddrs(texts: Iterable[str], *, need_peer_id: bool) -> list[str]:
-    """Check multiaddrs a user typed. Raises UserError showing what a right one looks like."""
-    for text in texts:
-        try:
-            parsed = Multiaddr(text)
-            if need_peer_id and "p2p" not in parsed:
-                raise ValueError("it does not end in /p2p/<peer id>")
-        except Exception as error:
-            example = "/ip4/203.0.113.7/tcp/31337" + ("/p2p/Qm..." if need_peer_id else "")
-            raise UserError(f"'{text}' is not a multiaddr: {error}.", fix=f"It looks like {example}; copy it whole.") from None
-    return list(texts)
-
-
-class Identity:
-    """A peer's RSA key, kept in a file that only one process may use at a time.
-
-    Raises UserError when the file is no key, cannot be written, or is in use by another process on this machine.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                P2P.generate_identity(str(path))
-            data = path.read_bytes()
-            self._lock = path.open("rb")
-        except OSError as error:
-            raise UserError(
-                f"Cannot use the identity file {path}: {error.strerror}.", fix="Choose another --identity_path.", code=ExitCode.DISK
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise UserError(
-                f"The identity {path} is in use by another process.", fix="Stop that one, or choose another --identity_path."
-            ) from None
-        try:
-            self.peer_id = PeerID.from_identity(data).to_base58()
-            self.key = _key_in(data)
-        except Exception as error:
-            self._lock.close()
-            raise UserError(f"{path} is not an identity file: {error}.", fix="Move it away; a new one is made.") from None
-
-    def close(self) -> None:
-        self._lock.close()
-
-
-def _key_in(identity: bytes) -> RSAPrivateKey:
-    key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity).data})
-    return key
 
 
 class SwarmNode:
@@ -215,7 +160,7 @@ class SwarmNode:
 
     def keep_meeting(self, maddrs: Sequence[str]) -> None:
         """These peers are dialled again and again, whether they answer now or not."""
-        self.came_by = _by_peer(maddrs)[:_MOST_CAME_BY]
+        self.came_by = by_peer(maddrs)[:_MOST_CAME_BY]
 
     def admit(self, members: Members) -> None:
         """From now on, store and read records of that run's peers only if `members` admits them."""
@@ -374,7 +319,7 @@ class SwarmNode:
 
         At most MOST_ASKED. Where there are more, each look draws others.
         """
-        came_by = filter(None, (_peer_at(maddrs[0]) for maddrs in self.came_by))
+        came_by = filter(None, (peer_at(maddrs[0]) for maddrs in self.came_by))
         names = {peer: peer.to_base58() for peer in self._dht.protocol.routing_table.peer_id_to_uid}
         known = [peer for peer, name in names.items() if self._is_known(name) and name not in found_of]
         told = {*answered, self.p2p.peer_id}
@@ -390,22 +335,6 @@ async def _become_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     answer = p2pd_pb2.Response()
     await read_pbmsg_safe(reader, answer)
     raise_if_failed(answer)
-
-
-def _peer_at(maddr: str) -> PeerID | None:
-    """None for an address that does not end in a peer's id: some are a server's words, or were on the disk."""
-    try:
-        return PeerID.from_base58(maddr.rpartition("/p2p/")[2])
-    except ValueError:
-        return None
-
-
-def _by_peer(maddrs: Sequence[str]) -> list[list[str]]:
-    """The addresses of each peer, peers in the order of their first one."""
-    groups: dict[str, list[str]] = {}
-    for maddr in maddrs:
-        groups.setdefault(maddr.rpartition("/p2p/")[2], []).append(maddr)
-    return list(groups.values())
 
 
 async def _unreachable(p2p: P2P) -> tuple[bool, str]:

@@ -20,6 +20,8 @@ HOMES = {  # a library: the files and folders that may import it
         "swarm/daemon.py",
         "swarm/dht.py",
         "swarm/dht_",
+        "swarm/identity.py",
+        "swarm/maddrs.py",
         "swarm/places.py",
         "swarm/ports.py",
         "swarm/reachability.py",

@@ -127,8 +127,8 @@ class Progress:
             return
         shown = "-" if loss is None else f"{loss:.4f}"
         total = self._total()
-        of = f"/{total}" if total else ""
-        log.info("training step=%d samples=%d%s loss=%s samples_per_second=%.1f", step, self._samples, of, shown, speed)
+        of = f"{self._known['committed']}/{total}" if total else self._known["committed"]
+        log.info("training step=%d samples=%d committed=%s loss=%s samples_per_second=%.1f", step, self._samples, of, shown, speed)
         self._said = now
 
     def close(self) -> None:

@@ -88,11 +88,8 @@ def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callabl
         return _joined(peer, given, answer)
     if peer.found and not peer.run_id:
         return None
-    raise UserError(
-        f"The dataset server {peer.datasetserver} has no run yet.",
-        fix="Start the first peer with --found (or --hivemind True) and --model, and without --run_id; or give the server a --run.",
-        code=ExitCode.NETWORK,
-    )
+    found_it = "Found it without --run_id, which names a run that exists." if peer.found else "Wait for its host, or found it: add --found --model MODEL."
+    raise UserError(f"The dataset server {peer.datasetserver} has no run yet.", fix=found_it, code=ExitCode.NETWORK)
 
 
 def _without_server(peer: PeerConfig, given: Mapping[str, Any], known_key: Callable[[str], str], error: Unanswered) -> Joined:

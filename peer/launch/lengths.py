@@ -5,6 +5,7 @@ A global step is one optimizer step of a fixed world (`train_batch_size` x `grad
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,7 +64,7 @@ class Every:
 
     @classmethod
     def of(cls, peer: PeerConfig, run: RunConfig, world: int) -> "Every":
-        every = peer.validation_steps or (1 if peer.swarming else _VALIDATION_STEPS)
+        every = peer.validation_steps or (1 if peer.swarming else _steps_to_look(peer, run, world))
         drawn, held_out = every if peer.validation_prompts else 0, every if run.validation_split else 0
         seen = drawn, held_out, _HELD_OUT_SHARE if held_out and not peer.validation_steps else 0
         if peer.checkpointing_steps:
@@ -71,6 +72,12 @@ class Every:
         if peer.swarming:
             return cls(*seen, 1, _CHECKPOINT_SHARE)
         return cls(*seen, max(1, _CHECKPOINT_SAMPLES // local_step_samples(peer, world)), 0)
+
+
+def _steps_to_look(peer: PeerConfig, run: RunConfig, world: int) -> int:
+    """Between two drawings alone, unasked: a run of fewer steps is looked at once, at its end."""
+    steps = math.ceil(run.total_samples / local_step_samples(peer, world))
+    return min(steps, _VALIDATION_STEPS) or _VALIDATION_STEPS
 
 
 def of_epochs(run: RunConfig, peer: PeerConfig, samples: int) -> RunConfig:

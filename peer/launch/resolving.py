@@ -55,7 +55,7 @@ def resolve_run(peer: PeerConfig, given: Mapping[str, Any]) -> Joined:
 
 def _check_addresses(peer: PeerConfig) -> None:
     """Raises UserError: a mistyped address is told before anything is asked, fetched or loaded."""
-    from swarm.dht import parse_maddrs
+    from swarm.maddrs import parse_maddrs
 
     parse_maddrs(peer.peers, need_peer_id=True)
     parse_maddrs([*peer.host_maddrs, *peer.announce_maddrs], need_peer_id=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peer.rooms import load_part
-from swarm.base_model import AUTO, family_of
+from swarm.base_model import AUTO, could_be_on_hub, family_of
 from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.founding import check_digest, check_model, with_beginning, with_defaults, with_family, with_noise
@@ -70,13 +70,9 @@ def locate_for(run: RunConfig, given: Mapping[str, Any]) -> Path:
         return locate(given.get("model") or run.model)
     except UserError as error:
         its_founders = run.model_digest and not given.get("model")
-        if not its_founders or _could_be_on_hub(run.model):
+        if not its_founders or could_be_on_hub(run.model):
             raise
         raise UserError(
             f"The run's base model '{run.model}' is a folder or file on the host's machine.",
             fix="Ask the host for it, and give it with --model FOLDER.",
         ) from error
-
-
-def _could_be_on_hub(model: str) -> bool:
-    return model.count("/") == 1 and not model.startswith((".", "/", "~")) and not model.endswith(".safetensors")

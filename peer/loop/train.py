@@ -101,8 +101,8 @@ class Trainer:
         self._unread = [parameter for parameter in self.params.values() if id(parameter) in places]
         self._scaler = torch.amp.GradScaler(self.precision.device.type, enabled=self.precision.scaled)
 
-    def run(self) -> None:
-        """Train to the end, leave the swarm and save. Raises UserError when training cannot go on."""
+    def run(self) -> bool:
+        """Train to the end, leave the swarm and save; False if someone asked to stop before the end. Raises UserError when training cannot go on."""
         self.alive("catching up")
         done = self._follow(self.sync.catch_up())
         self.alive("making the first step")
@@ -110,8 +110,7 @@ class Trainer:
         done = done or self._rest()
         for work in self.feed if not done else ():
             if work is None:
-                done = self._follow(self.sync.step(0))
-                if done or self._rest():
+                if done := self._follow(self.sync.step(0)) or self._rest():
                     break
                 continue
             loss = self._train(work)
@@ -132,13 +131,15 @@ class Trainer:
             self.alive("saving and drawing")
             self.occasions.reach(self.global_step, end=done)
             self.alive("training")
-            if done or self._rest():
+            if done := done or self._rest():
                 break
+        ended = done or not self.stopping()  # before we leave: to stop while we wait for the others' last round loses no step
         self._leave()
         self.alive("saving")
         if self.has_learned:
             self.checkpoint()
         self.accounts.give_back_aside()
+        return ended
 
     @property
     def has_learned(self) -> bool:

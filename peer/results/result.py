@@ -16,6 +16,7 @@ from peer.results.card import write_card
 from peer.results.checkpoint import replacing
 from peer.results.header import header, say
 from swarm import files
+from swarm.base_model import could_be_on_hub
 from swarm.errors import ExitCode, UserError
 from swarm.run.method import method_named, methods
 from swarm.run_config import RunConfig
@@ -45,7 +46,7 @@ class Result:
     @property
     def base_on_hub(self) -> str:
         """The base model's id, '' when it is a folder or file."""
-        return "" if Path(self.run.model).is_absolute() or self.run.model.startswith((".", "~")) else self.run.model
+        return self.run.model if could_be_on_hub(self.run.model) else ""
 
     @property
     def base_name(self) -> str:

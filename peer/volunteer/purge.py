@@ -4,6 +4,7 @@ Results are the volunteer's: `model`, `model-steps-N` and drawn pictures stay un
 """
 
 import fcntl
+import glob
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,15 +31,19 @@ _FOLDERS = {
     "settled": ("round-*-samples-*.state",),
     "cache": (
         _SHARD, f"{_SHARD}.part", "latents/*/*/*.safetensors", "texts/*/*/*.safetensors",
-        "manifest-*.json", "pictures-*.json", "seen-*.json", "unsaid-*.jsonl",
+        "manifest-*.json", "pictures-*.json", "seen-*.json", "train_batch_size.json", "unsaid-*.jsonl",
     ),
-    "supervised": ("life", "lock", "stacks-*"),
+    "audit": ("*.state",),
+    "supervised": ("life", "lock", "room", "stacks-*"),
     "logs": ("**/events.out.tfevents.*",),
+    "profile": ("trace-*.json",),
 }  # fmt: skip
 """And into each folder there. Whatever else is in one stays, and then the folder, too."""
 _TORN = ".*.part"
 """Behind the name of a file that was being written when its peer was killed."""
-_PLACES = ("means", "shards", "latents", "latents/*", "latents/*/*", "texts", "texts/*", "texts/*/*")
+_HALF = tuple(f".{name}.{kind}" for name in ("checkpoint-*", "model*", "learned_embeds*") for kind in ("writing", "old"))
+"""The folder that a killed peer was writing, and the one that it was about to replace: of SD 1.5 up to 10 GB each."""
+_PLACES = ("means", "shards", "latents", "latents/*", "latents/*/*", "texts", "texts/*", "texts/*/*", "waiting")
 """The folders in those that are ours, and go when they are empty."""
 _LOCKS = ("supervised/lock", "identity.key")
 _MOST_NAMED = 10
@@ -57,13 +62,21 @@ class Stored:
         return sum(file.lstat().st_size for path in self.paths for file in _files(path))
 
 
-def stored(output: Path, cache: Path | None = None, *, results: bool = False) -> list[Stored]:
+def stored(output: Path, cache: Path | None = None, *, log_file: Path | None = None, results: bool = False) -> list[Stored]:
     """What a peer with these folders stored, as far as it is there: of its run, and of those that were set aside for it."""
     found = _stored_in(output, cache, results=results)
+    if log_file and (logs := _logs(log_file)):
+        found.insert(0, Stored(str(log_file), logs))
     for place in _earlier(output):
         of_run = _stored_in(place, None, results=results)
         found += [*of_run[:-1], *(replace(each, folders=(*each.folders, place, place.parent)) for each in of_run[-1:])]
     return found
+
+
+def _logs(log_file: Path) -> tuple[Path, ...]:
+    """The file of --log_file, and those that it was turned over into: NAME.1, NAME.2, ..."""
+    turned = (path for path in log_file.parent.glob(f"{glob.escape(log_file.name)}.*") if path.name[len(log_file.name) + 1 :].isdecimal())
+    return tuple(sorted(path for path in (log_file, *turned) if path.is_file()))
 
 
 def _earlier(output: Path) -> list[Path]:
@@ -84,6 +97,8 @@ def _stored_in(output: Path, cache: Path | None, *, results: bool) -> list[Store
         found.append(Stored(str(folder), files, (*sorted(above, reverse=True), *own)))
     checkpoints = tuple(sorted(path for path in output.glob("checkpoint-*") if (path / "manifest.json").is_file()))
     found.append(Stored(f"{output}/checkpoint-*", checkpoints))
+    half = tuple(sorted(path for pattern in _HALF for path in output.glob(pattern) if path.is_dir() and not path.is_symlink()))
+    found.append(Stored(f"{output}: half written when the peer was killed", half))
     found.append(Stored(f"{output}/* (identity, what it knows of the run, figures)", _named(output, _FILES)))
     if results:
         found.append(Stored(f"{output}: results", tuple(_results_in(output))))
@@ -129,6 +144,7 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
     parser.add_argument(FLAG, nargs="?", const="stored", choices=("stored", "all"), help="all: results, too")
     parser.add_argument("--output_dir", default="output", metavar="DIR", help="the peer's [output]")
     parser.add_argument("--cache_dir", default="", metavar="DIR", help="the peer's, if it was given one; other files in it stay")
+    parser.add_argument("--log_file", default="", metavar="FILE", help="the peer's, if it was given one")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     args = parser.parse_args(argv)
@@ -137,7 +153,7 @@ def main(argv: Sequence[str], ask: Callable[[str], str] = input) -> int:
         raise UserError(f"There is no folder {output}.", fix="Give the peer's --output_dir.")
     _refuse_running(output)
     cache = Path(args.cache_dir) if args.cache_dir else None
-    found = stored(output, cache, results=args.purge == "all")
+    found = stored(output, cache, log_file=Path(args.log_file) if args.log_file else None, results=args.purge == "all")
     if not found:
         print(f"nothing of a peer is in {output}")
         return ExitCode.OK

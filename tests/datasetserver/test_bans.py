@@ -62,6 +62,13 @@ def test_members_are_listed_the_busiest_first_with_their_tokens(work_dir, capsys
     assert capsys.readouterr().out.splitlines() == ["QmAAAAAAonePeer samples=30", "QmBBBBBBanother samples=7 token=bob"]
 
 
+def test_a_second_ban_without_a_reason_keeps_the_first_ones(work_dir, capsys):
+    for reason in (["--reason", "sends noise"], []):
+        assert cli(["ban", "AAonePeer", *reason, "--work_dir", str(work_dir)]) == 0
+    assert cli(["members", "--work_dir", str(work_dir)]) == 0
+    assert "QmAAAAAAonePeer samples=30 BANNED: sends noise\n" in capsys.readouterr().out
+
+
 def test_who_came_with_a_token_could_come_back_with_it(work_dir, capsys):
     assert cli(["ban", "QmBBBBBBanother", "--work_dir", str(work_dir)]) == 0
     assert "dd-datasetserver token remove bob" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from PIL import Image
 
 from datasetserver.gallery import MAX_PIXELS, Gallery, encoded_anew
-from swarm.dht import Identity
+from swarm.identity import Identity
 from swarm.peer_key import PeerKey, check_statement, peer_id_of
 from swarm.picture_file import BadSample
 from swarm.protocol import DrawnPicture, HistoryAnswer, PictureRequest, PicturesAnswer

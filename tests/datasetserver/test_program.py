@@ -44,6 +44,8 @@ def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
         ([*good, "--resolution", "abc"], "--resolution: invalid int value"),
         (["token", "add"], "The following arguments are required: name"),
         (["token", "take"], "invalid choice: 'take'"),
+        (["bann", "--dataset", data], "Unknown command bann. Did you mean 'ban'? See --help."),
+        (["serve"], "Unknown command serve. See --help."),
         (["pause", "--dataset"], "--dataset: expected one argument"),
         ([*good, "--run", str(tmp_path / "run.toml")], "learning_rate"),
         ([*good, "--lease_seconds", "0"], "lease_seconds"),

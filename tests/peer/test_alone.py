@@ -264,7 +264,9 @@ def swarming(start, monkeypatch):
 
 def test_a_swarms_peer_goes_on_from_its_own_latest_unasked_unless_it_does_not_fit(swarming, tmp_path, caplog):
     swarming(stop_after=3, checkpointing_steps=100).run()
-    assert swarming().trainer.step == 3 and swarming(resume_from_checkpoint="none").trainer.step == 0
+    with caplog.at_level("INFO", "peer.wiring"):
+        assert swarming().trainer.step == 3 and swarming(resume_from_checkpoint="none").trainer.step == 0
+    assert f"resumed checkpoint={tmp_path / 'out' / 'checkpoint-000001'} step=3 trained=12" in caplog.messages
     assert swarming(weights="bf16").trainer.step == 0 and "its weights is fp32, not bf16" in caplog.text
     (path,) = Checkpoints(tmp_path / "out", keep=2).paths()
     (path / "state.json").write_text("torn")

@@ -22,7 +22,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import daemon, dht, sockets
 from swarm.daemon import END_SECONDS, Daemon
-from swarm.dht import Identity
+from swarm.identity import Identity
 
 _MOST_IDLE = 4
 """Between tests; each takes 80 MB."""

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from datasetserver.founding import run_to_serve
 from peer.launch.starting_model import complete
-from swarm.base_model import family_of
+from swarm.base_model import could_be_on_hub, family_of, shown_model
 from swarm.digest import digest_model
 from swarm.errors import UserError
 from swarm.founding import check_founding, with_noise
@@ -163,3 +163,20 @@ def test_a_host_of_a_run_from_before_goes_on_with_it(tmp_path):
 
 def test_who_leaves_the_prediction_to_the_founder_agrees_with_it():
     RunConfig(**V_PREDICTION).refuse_differences({"prediction_type": "auto", "rescale_betas_zero_snr": None})
+
+
+@pytest.mark.parametrize(
+    ("model", "could", "shown"),
+    [
+        ("owner/name-1.5", True, "owner/name-1.5"),
+        ("my-model/", False, "my-model"),
+        ("my-model", False, "my-model"),
+        ("./my-model", False, "my-model"),
+        ("../model", False, "model"),
+        ("/models/mine", False, "mine"),
+        ("~/model", False, "model"),
+        ("models/mine.safetensors", False, "mine.safetensors"),
+    ],
+)
+def test_a_model_on_the_hub_has_an_owner_and_a_folder_is_called_by_its_last_name(model, could, shown):
+    assert (could_be_on_hub(model), shown_model(model)) == (could, shown)

@@ -11,8 +11,9 @@ import pytest
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import dht
-from swarm.dht import Identity, parse_maddrs
 from swarm.errors import ExitCode, UserError
+from swarm.identity import Identity
+from swarm.maddrs import parse_maddrs
 from swarm.peer_key import peer_id_of
 from swarm.ports import with_ports
 from swarm.records import BadRecord, PeerRecord, RunRecord

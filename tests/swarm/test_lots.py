@@ -4,7 +4,8 @@ import base64
 
 import pytest
 
-from swarm.dht import Identity, SwarmNode
+from swarm.dht import SwarmNode
+from swarm.identity import Identity
 from swarm.peer_key import PeerKey, has_signed, is_lot
 
 SAID = b"distributed-diffusion check 0f"

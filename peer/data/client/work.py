@@ -152,6 +152,8 @@ class Work:
         """Hold the samples that were in work again."""
         with self._changed:
             for lease_id, keys in state["leases"].items():
+                if not keys:  # nothing of it is in work: a renewal would only hear that the lease has ended
+                    continue
                 lease = self._leases[lease_id] = Lease(lease_id, set(keys))
                 self._lease_of.update(dict.fromkeys(keys, lease))
                 self._in_work.update(keys)

@@ -20,7 +20,7 @@ def locate(source: str) -> Path:
         return path
     if path.exists():
         raise UserError(f"{path} is neither a folder nor a .safetensors file.", fix="Convert it to .safetensors, which cannot hold code.")
-    if source.count("/") > 1 or source.startswith((".", "/", "~")) or source.endswith(".safetensors"):
+    if source.count("/") > 1 or source.startswith((".", "/", "~")) or source.endswith((".safetensors", "/")):
         raise UserError(f"There is no model {source}.", fix="Give a diffusers folder, a .safetensors file, or a Hub id such as owner/name.")
     quiet()
     from diffusers import DiffusionPipeline

@@ -72,6 +72,13 @@ def test_a_peer_that_takes_a_window_at_a_time_leases_by_what_it_trains_and_not_b
     assert rates == {0, 2}
 
 
+def test_who_resumes_holds_no_lease_of_which_nothing_was_in_work():
+    """Its renewal was answered by "has ended", and the log said: lost a lease of 0 samples."""
+    work, key = Work(4, Clock()), "0:0:1"
+    work.load_state_dict({"leases": {"1" * 32: [], "2" * 32: [key]}, "own": [], "registered": []})
+    assert [(lease.id, lease.keys) for lease in work.leases()] == [("2" * 32, {key})]
+
+
 def test_a_unit_leased_again_before_its_first_lease_is_known_to_be_lost_yields_each_sample_once():
     work = Work(4, Clock())
     work.begin()

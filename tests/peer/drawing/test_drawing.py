@@ -22,8 +22,8 @@ from peer.sync.engine.assistant import Archive
 from peer.sync.engine.state import first_state, next_state
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.vectors import Schema, flatten
-from swarm.dht import Identity
 from swarm.errors import ExitCode
+from swarm.identity import Identity
 from swarm.protocol import PicturesAnswer
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks

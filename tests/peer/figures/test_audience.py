@@ -1,6 +1,7 @@
 """What a peer shows of itself: to Prometheus, to trackers, and to whoever looks at its terminal."""
 
 import codecs
+import contextlib
 import io
 import json
 import os
@@ -73,6 +74,16 @@ def test_the_port_is_free_again_afterwards():
         pass
     with exposed(dict, ABOUT, host="127.0.0.1", port=port) as again:
         assert again == port
+
+
+@pytest.mark.parametrize(("total", "shown"), [(60000, "committed=21/60000"), (0, "committed=21")])
+def test_a_plain_line_says_how_far_the_run_is_also_after_a_resume(tmp_path, caplog, total, shown):
+    """A process that resumed has trained few of the run's samples itself."""
+    progress = Progress(tmp_path / "metrics.jsonl", total_samples=lambda: total, every_steps=1, every_seconds=0)
+    with contextlib.closing(progress), caplog.at_level("INFO", "peer.figures.metrics"):
+        progress.stepped(step=21, samples=10, loss=0.5, committed=21)
+    (line,) = caplog.messages
+    assert line.startswith(f"training step=21 samples=10 {shown} loss=0.5000 ")
 
 
 def test_metrics_jsonl_and_trackers_have_the_same_names(tmp_path):

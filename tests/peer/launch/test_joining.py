@@ -270,8 +270,9 @@ def test_a_dry_run_founds_nothing(open_host):
 
 def test_where_nothing_was_founded_a_peer_says_how(open_host, tmp_path):
     error = refusal("has no run yet", "--datasetserver", open_host.url, "--model", open_host.model, code=ExitCode.NETWORK)
-    assert "--found" in error.fix and "--hivemind True" in error.fix and "--run" in error.fix
-    refusal("has no run yet", "--datasetserver", open_host.url, "--found", "--run_id", "0123456789abcdef", code=ExitCode.NETWORK)
+    assert error.fix == "Wait for its host, or found it: add --found --model MODEL."
+    error = refusal("has no run yet", "--datasetserver", open_host.url, "--found", "--run_id", "0123456789abcdef", code=ExitCode.NETWORK)
+    assert error.fix == "Found it without --run_id, which names a run that exists."
     refusal("needs a base model", "--datasetserver", open_host.url, "--found")
     far = tmp_path.joinpath(*["x" * 200] * 10)
     far.mkdir(parents=True)

@@ -37,6 +37,14 @@ def test_alone_a_step_is_one_of_the_optimizer_over_all_ranks_and_what_became_of_
     assert line == "one step is 24 samples: total_samples=1200 lr_warmup_samples=120"
 
 
+@pytest.mark.parametrize(("total_samples", "steps"), [(60, 15), (61, 16), (60000, 100), (0, 100)])
+def test_alone_pictures_are_drawn_every_100_steps_and_at_the_end_of_a_shorter_run(total_samples, steps):
+    peer = PeerConfig(validation_prompts=("a red square",), train_batch_size=2)
+    run = RunConfig(total_samples=total_samples, validation_split=0.1)
+    every = lengths.Every.of(peer, run, world=2)
+    assert (every.validation, every.held_out) == (steps, steps)
+
+
 def test_the_seeds_learning_rate_is_scaled_by_all_of_their_processes(alone, monkeypatch):
     monkeypatch.setenv("PMI_RANK", "3")
     monkeypatch.setenv("PMI_SIZE", "16")

@@ -24,7 +24,7 @@ from peer.models.diffusion.source import locate
 from peer.results.forms.single_file import write_single_file
 from swarm.base_model import family_of
 from swarm.digest import digest_model
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.run.family import families
 from swarm.run_config import RunConfig
 from tests import flux_file as flux_files
@@ -97,7 +97,7 @@ def hub(tmp_path, tiny_family):
 PROGRAM = """
 import sys
 from peer.launch.starting_model import complete, load_model
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 for name in sys.argv[1:]:
     run = complete(RunConfig(model=f"owner/{name}"), digest=True)
@@ -191,13 +191,15 @@ def test_a_peers_own_copy_of_the_model_may_be_elsewhere(tiny_family, tmp_path):
 
 def test_a_runs_model_that_only_its_host_has_is_asked_of_the_host(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("my-model", "./my-model", "/home/host/models/mine.safetensors", "~/models/mine"):
+    for name in ("my-model", "my-model/", "./my-model", "/home/host/models/mine.safetensors", "~/models/mine"):
         with pytest.raises(UserError, match=rf"base model '{name}' is a folder or file on the host's machine\. Ask .* --model FOLDER\."):
             source_of(RunConfig(model=name, model_digest="a" * 64), {})
     with pytest.raises(UserError, match="There is no model /nowhere"):
         source_of(RunConfig(model="owner/name", model_digest="a" * 64), {"model": "/nowhere"})
-    with pytest.raises(UserError, match="There is no model /nowhere"):
-        source_of(RunConfig(model="/nowhere"), {})
+    for name in ("/nowhere", "my-modle/"):
+        with pytest.raises(UserError, match=f"There is no model {name}") as refused:
+            source_of(RunConfig(model=name), {})
+        assert refused.value.code == ExitCode.CONFIG, "dd-peer does not try it again"
 
 
 def test_a_flux_file_alone_is_told_what_it_needs(tmp_path):

@@ -17,8 +17,8 @@ from peer.samples.pictures import Frame
 from peer.supervise import _own_folder
 from peer.supervise import cli as main
 from peer.volunteer import purge
-from swarm.dht import Identity
 from swarm.errors import ExitCode, UserError
+from swarm.identity import Identity
 from swarm.run_config import RunConfig
 
 HEX = "0123456789abcdef" * 4
@@ -28,7 +28,9 @@ OURS = (
     f"state/samples-0000000000000064-round-00000001-{HEX[:12]}.state", f"state/means/{HEX[:32]}.mean",
     f"settled/round-00000001-samples-0000000064-{HEX[:12]}.state",
     f"cache/shards/{HEX}.tar", f"cache/shards/{HEX}.tar.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors", f"cache/unsaid-{HEX[:16]}-QmPeer.jsonl", f"cache/pictures-{HEX[:16]}.json",
-    "checkpoint-000001/manifest.json", "checkpoint-000001/tensors.safetensors", "run.json.17-140.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors.17.140.part", "logs/run/events.out.tfevents.123", "supervised/life", "supervised/lock",
+    "checkpoint-000001/manifest.json", "checkpoint-000001/tensors.safetensors", "run.json.17-140.part", f"cache/latents/{HEX[:32]}/ab/{HEX}.safetensors.17.140.part", "logs/run/events.out.tfevents.123", "supervised/life", "supervised/lock", "supervised/room",
+    ".checkpoint-000002.writing/tensors.safetensors", ".model.writing/unet/x.safetensors", f"earlier/{HEX[:16]}/.checkpoint-000006.old/tensors.safetensors",
+    f"audit/{HEX[:12]}.state", "cache/train_batch_size.json", "profile/trace-20261128-024500.json",
 )  # fmt: skip
 RESULTS = (f"earlier/{HEX[:16]}/model/model_index.json", "model/model_index.json", "model-steps-5/unet/x.safetensors", "validation/1.png")
 STRANGERS = (
@@ -60,13 +62,14 @@ def test_what_the_peer_stored_goes_and_results_and_strangers_stay(output, capsys
     assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0
     assert there(output) == {*RESULTS, *STRANGERS}
     text = capsys.readouterr().out
-    assert f"stays: earlier/{HEX[:16]}/model, model, model-steps-5, validation" in text and "30 bytes  " in text and "together" in text
+    assert f"stays: earlier/{HEX[:16]}/model, model, model-steps-5, validation" in text and "35 bytes  " in text and "together" in text
     assert not (output / "settled").exists() and not (output / "state" / "means").exists()
     assert all(str(output / name) in text for name in STRANGERS) and text.endswith("deleted, except what stays\n")
 
 
-def test_all_takes_the_results_too(output):
-    assert main(["--purge", "all", "--output_dir", str(output), "--yes"]) == 0
+@pytest.mark.parametrize("flags", [["--purge", "all"], ["--purge=all"]])
+def test_all_takes_the_results_too(output, flags):
+    assert main([*flags, "--output_dir", str(output), "--yes"]) == 0
     assert there(output) == {*STRANGERS} and not (output / "earlier").exists()
 
 
@@ -139,6 +142,16 @@ def test_a_cache_elsewhere_is_cleared_of_our_files_alone(output, tmp_path):
     assert there(shared) == {"holiday.tar"}
 
 
+def test_its_log_goes_where_it_is_named(output, tmp_path):
+    logs = [tmp_path / "logs" / name for name in ("peer[1].log", "peer[1].log.1", "peer[1].log.12")]
+    mine = [tmp_path / "logs" / name for name in ("peer[1].log.mine", "peer1.log.1")]
+    logs[0].parent.mkdir()
+    for path in (*logs, *mine):
+        path.write_text("a line")
+    assert main(["--purge", "--output_dir", str(output), "--log_file", str(logs[0]), "--yes"]) == 0
+    assert sorted(logs[0].parent.iterdir()) == sorted(mine) and there(output) == {*RESULTS, *STRANGERS}
+
+
 def test_a_peer_that_runs_is_not_purged_and_a_folder_that_is_not_there_is_a_mistake(output, tmp_path, capsys):
     before = there(output)
     for running in (lambda: contextlib.closing(Identity(output / "identity.key")), lambda: _own_folder(output / "supervised")):
@@ -168,3 +181,9 @@ def test_what_cannot_be_deleted_is_a_users_error(output, monkeypatch):
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(UserError, match="Cannot delete"):
         purge.main(["--purge", "--output_dir", str(output), "--yes"])
+
+
+@pytest.mark.parametrize(("word", "fix"), [("purge", "Did you mean '--purge'? See --help."), ("resum", "Did you mean 'resume'? See --help."), ("go", "See --help.")])
+def test_a_first_word_that_is_no_command_is_answered_with_the_nearest_one(word, fix, capsys):
+    assert main([word, "--output_dir", "out"]) == ExitCode.CONFIG
+    assert capsys.readouterr().err == f"error: Unknown command {word}. {fix}\n"

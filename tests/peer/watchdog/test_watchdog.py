@@ -341,11 +341,19 @@ def test_lines_of_all_processes_come_whole_into_one_log(supervise, tmp_path):
     assert len(lines) == 900 and {line for line in lines} == {letter * 70 for letter in "abc"}
 
 
-def test_a_stop_while_it_waits_to_start_again_is_obeyed_at_once(supervise):
-    process, out = supervise([6] * 50, "--max_restarts", 0, wait=False)
+def test_where_the_log_is_a_file_the_terminal_still_says_how_it_ended(supervise, tmp_path):
+    code, err, _, _ = supervise([2], "--log_file", tmp_path / "peer.log")
+    _, last = err.splitlines()  # the first one says where the log goes
+    assert code == 2 and last.endswith(f"ended with code 2: the last lines of {tmp_path / 'peer.log'} say why")
+    assert "not starting the trainer again: exit status 2" in (tmp_path / "peer.log").read_text().splitlines()[-1]
+
+
+def test_a_stop_while_it_waits_to_start_again_is_obeyed_at_once(supervise, tmp_path):
+    process, out = supervise([6] * 50, "--max_restarts", 0, "--log_file", tmp_path / "peer.log", wait=False)
     until(lambda: (out / "seen.jsonl").exists() and len((out / "seen.jsonl").read_text().splitlines()) >= 3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(100) == 0
+    assert (tmp_path / f"{out.name}.log").read_text().splitlines()[1:] == ["stopping; once more to stop at once."]
 
 
 def test_a_stop_while_a_trainer_that_has_not_begun_finds_no_server_does_not_fail(supervise):
@@ -426,7 +434,7 @@ def test_several_ranks_are_one_peer_and_are_started_again_together(tiny_model, p
         assert "the trainer ended: it was ended by SIGKILL" in said() and not any(rank.is_running() for rank in ranks)
         # Both decide together where they stop, so both must hear of it.
         process.send_signal(signal.SIGTERM)
-        assert process.wait(300) == 0 and "finished samples=" in said()
+        assert process.wait(300) == 0 and "stopped before the end" in said()
     finally:
         process.kill()
         process.wait(300)
