@@ -120,6 +120,8 @@ class Outcome:
     messages: int = 0
     apart: int = 0
     """Peers that stay on a branch of their own, since they have met nobody of the other one."""
+    buried: int = 0
+    """States that the server discarded by itself, since a wrong mean had made them."""
     withdrawn: int = 0
     """States that were reported as final and are not in the lineage of the newest one: after a partition, above all."""
     faults: dict[str, int] = field(default_factory=dict)
@@ -293,6 +295,7 @@ class World:
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
         outcome.failpoints, outcome.strikes = dict(self.failpoints.hit), tuple(self.strikes)
         outcome.apart, outcome.withdrawn = self.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
+        outcome.buried = len(self.checks.buried)
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
 
