@@ -12,6 +12,7 @@ from swarm.budget import Budgets
 from swarm.peer_key import has_signed
 from swarm.proofs import AnyProof, HasSigned, Proofs
 from swarm.run_config import RunConfig
+from swarm.wrong_means import WrongMean
 from swarm.wrong_states import WrongState
 
 PROOFS_FILE = "proofs.json"
@@ -40,6 +41,10 @@ class Proven:
 
     def peers(self) -> list[str]:
         return sorted(proof.accused for proof in self._proofs.all)
+
+    @property
+    def wrong_means(self) -> tuple[WrongMean, ...]:
+        return self._proofs.of_wrong_means
 
     def hear(self, owner: str, owners: Mapping[str, str], said: Iterable[AnyProof]) -> None:
         """Take over what is news, holds, and is of a member. owner: who answers for the peer that brings them; owners: who answers for each

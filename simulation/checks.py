@@ -22,6 +22,7 @@ from simulation.misled import Company, Misled
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
+    from simulation.server import Server
     from simulation.world import World
 
 
@@ -185,6 +186,16 @@ class Checks:
         self.buried.add(digest)
         if commit is None or not self.lies.made((commit.parent, commit.members)):
             self.breach(f"the server discards the state {digest[:8]}, and no liar made it")
+
+    def unburied(self, server: "Server") -> set[str]:
+        """States that a wrong mean made of which the server has a proof, and that it has neither discarded nor left to the host."""
+        left, found = server.book.wrong.all(), set()
+        for proof in server.proven.wrong_means:
+            parent, members, *_ = json.loads(proof.group)
+            digest = self._of_group.get((parent, tuple(map(tuple, members))))
+            if digest is not None and digest not in self.buried and "left to you" not in left.get(proof.accused, ""):
+                found.add(digest)
+        return found
 
     def _discarded_long_ago(self, digest: str) -> str:
         """The discarded state, if any, that `digest` is or descends from, of which everybody must have heard."""
