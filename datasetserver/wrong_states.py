@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MOST_WORDS = MOST_BANS // 2
-"""Beyond so many the host's places for words are its own: those that lie must not keep it from banning others."""
+"""The server takes no place for a word of its own beyond these: those that lie must not keep the host from banning others."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def read_wrong(store: Store) -> dict[str, Wrong]:
 async def bury(service: "Service", owner: str, state: WrongState) -> None:
     """Discard `state`, if a wrong mean of which the server has a proof made it. owner: who answers for the peer that shows it.
 
-    Raises Refused (403) where the proof is not of that state's group, or `owner` shows too many; sqlite3.Error (disk).
+    Raises Refused: 403 where the proof is not of that state's group, or `owner` shows too many, 503 (disk). Raises sqlite3.Error (disk).
     """
     if service.bans.reason(state.digest):
         return
@@ -88,6 +88,6 @@ async def bury(service: "Service", owner: str, state: WrongState) -> None:
     try:
         service.discard(state.digest, f"a wrong mean of {state.accused} made it")
     except UserError as error:
-        raise Refused(503, "cannot_discard", error.message, error.fix) from None
+        raise Refused(503, "disk", error.message, error.fix) from None
     await service.ledger.call(lambda book: book.discard([state.digest]))  # by the orders it would be done within a second
     log.warning("discarded state %s of round %d: a wrong mean of %s made it", state.digest, number, state.accused)

@@ -25,8 +25,7 @@ MOST_CHUNKS = 5120
 """Of 4 MiB: a state of 20 GiB, as SDXL has with momentum. Header and hashes fit into one message to the trainer (320 KiB)."""
 _HASH_BYTES = 32
 MOST_BEHIND = 2
-"""How many rounds after such a state the head may be: peers keep the states from before it so long (`transfer/disk.py`). What is older is left to
-the host."""
+"""How many rounds after such a state the head may be: as many states more the peers keep (`transfer/disk.py`). What is older is left to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)

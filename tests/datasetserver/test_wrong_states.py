@@ -175,7 +175,7 @@ def test_a_server_that_ended_before_the_word_was_said_says_it_when_the_state_is_
     server.discard, discard = full, server.discard
     with pytest.raises(Refused) as raised:
         server.show()
-    assert (raised.value.status, raised.value.code) == (503, "cannot_discard")
+    assert (raised.value.status, raised.value.code) == (503, "disk")
     server.book.save()
     server.boot()
     server.discard = discard
