@@ -26,12 +26,14 @@ from datasetserver.refused import Refused
 from datasetserver.samples import indices
 from datasetserver.service import SERVICE, Service, for_run, head_of, progress_of, with_run
 from datasetserver.tree import State
+from datasetserver.wrong_states import bury
 from swarm import protocol
 from swarm.digest import canonical_json, digest_json
 from swarm.errors import UserError
 from swarm.members import sign_membership
 from swarm.receipts import sign_receipt
 from swarm.version import VERSION
+from swarm.wrong_states import WrongState
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -230,8 +232,13 @@ async def post_proofs(request: web.Request) -> web.Response:
     def operation(book: Book) -> tuple[str, dict[str, str]]:
         return book.owner_of(asked.peer), book.owners_of([*accused, *service.proven.peers()])
 
-    service.proven.hear(*await _told(request, asked.peer, operation), asked.proofs)
-    return answers.answer(protocol.ProofsAnswer(banned=[peer for peer in accused if service.proven.reason(peer)]))
+    owner, owners = await _told(request, asked.peer, operation)
+    states = [each for each in asked.proofs if isinstance(each, WrongState)]
+    service.proven.hear(owner, owners, [each for each in asked.proofs if not isinstance(each, WrongState)])
+    for state in states:
+        await bury(service, owner, state)
+    bans = list(service.bans.words[: protocol.BANS_TOLD]) if states else []
+    return answers.answer(protocol.ProofsAnswer(banned=[peer for peer in accused if service.proven.reason(peer)], bans=bans))
 
 
 async def _told(request: web.Request, peer: str, operation: Callable[[Book], Result]) -> Result:

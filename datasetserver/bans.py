@@ -7,20 +7,23 @@ the others, who hand the word on; so it holds also where nobody can reach the se
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from datasetserver import orders, work_folder
 from datasetserver.proven import PROOFS_FILE, Proven
+from datasetserver.wrong_states import read_wrong
+from swarm import files
 from swarm.arguments import ArgumentParser
 from swarm.bans import STATE, TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
 from swarm.errors import ExitCode, UserError
-from swarm.records import MAX_REASON, MOST_BANS, words
+from swarm.records import MAX_REASON, MOST_BANS, HostWord, words
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
 VERBS = ("ban", "unban", "trust", "distrust", "members")
 _DONE = {"ban": "banned", "unban": "let in again", "trust": "trusted to lead and to average", "distrust": "no longer trusted"}
+_LOCK = "run_bans.lock"
 _SHORTEST_ENDING = 6
 """Characters of a peer's id, as log lines show them."""
 
@@ -46,10 +49,10 @@ def main(argv: Sequence[str]) -> None:
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     work_dir = work_folder.given(args)
-    run, samples, tokens = _ledger(work_dir)
+    run, samples, tokens, wrong = _ledger(work_dir)
     bans, proven = _bans(work_dir, run), Proven(run, work_dir / PROOFS_FILE)
     if verb == "members":
-        print("\n".join(_lines(samples, tokens, bans, proven)))
+        print("\n".join(_lines(samples, tokens, bans, proven.reasons(wrong))))
         return
     peer = _named(args.peer, {*samples, *tokens, *_spoken_of(bans), *proven.peers()})
     if verb == "unban" and (reason := proven.reason(peer)):
@@ -71,8 +74,13 @@ def main(argv: Sequence[str]) -> None:
 
 def say(
     work_dir: Path, run: RunConfig, about: str, *, banned: bool, trusted: bool = False, reason: str = "", clock: Callable[[], float] = time.time
-) -> None:
-    """Put the word about a peer or a state into the file. Raises UserError when there is no room for it or the disk does not take it."""
+) -> HostWord:
+    """Put the word about a peer or a state into the file, and return it. Raises UserError when there is no room for it or the disk does not take it."""
+    with files.locked(work_dir / _LOCK):  # the server says words, too
+        return _said(work_dir, run, about, banned, trusted, reason, clock)
+
+
+def _said(work_dir: Path, run: RunConfig, about: str, banned: bool, trusted: bool, reason: str, clock: Callable[[], float]) -> HostWord:
     bans = _bans(work_dir, run)
     known = {word.about: word for word in bans.words}
     if about not in known and sum(word.banned or word.trusted for word in known.values()) >= MOST_BANS:
@@ -91,6 +99,7 @@ def say(
         write_words(work_dir / orders.BANS, bans.words)
     except OSError as error:
         raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
+    return word
 
 
 def _bans(work_dir: Path, run: RunConfig) -> Bans:
@@ -98,22 +107,24 @@ def _bans(work_dir: Path, run: RunConfig) -> Bans:
     return Bans(run, key.public, read_words(work_dir / orders.BANS))
 
 
-def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str]]:
-    """The run there, and of each peer how many of its samples count and the name of its token. Raises UserError where there is none."""
+def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str], dict[str, str]]:
+    """The run there, and of each peer how many of its samples count, the name of its token, and what became of the state that its wrong mean made.
+    Raises UserError where there is none."""
     from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
 
     with look_into(work_dir) as (run, store):
         samples: Counter[str] = Counter()
         for contribution in store.contributions():
             samples[contribution.peer] += contribution.samples if contribution.live else 0
-        return run, samples, dict(store.tokens_of_peers())
+        return run, samples, dict(store.tokens_of_peers()), {accused: str(wrong) for accused, wrong in read_wrong(store).items()}
 
 
-def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans, proven: Proven) -> list[str]:
-    peers = sorted({*samples, *tokens, *_spoken_of(bans), *proven.peers()}, key=lambda peer: (-samples[peer], peer))
+def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans, proven: Mapping[str, str]) -> list[str]:
+    """proven: peers that a proof bans, and why."""
+    peers = sorted({*samples, *tokens, *_spoken_of(bans), *proven}, key=lambda peer: (-samples[peer], peer))
     lines = []
     for peer in peers:
-        token, reason, proof = tokens.get(peer, ""), bans.reason(peer), proven.reason(peer)
+        token, reason, proof = tokens.get(peer, ""), bans.reason(peer), proven.get(peer, "")
         says = f" BANNED: {reason}" if reason else f" BANNED by a proof: {proof}" if proof else " trusted" if peer in bans.trusted else ""
         lines.append(f"{peer} samples={samples[peer]}" + (f" token={token}" if token else "") + says)
     return lines or ["no peer has come yet"]

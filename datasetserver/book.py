@@ -20,6 +20,7 @@ from datasetserver.samples import Masks, ShardEpochId, full, indices, parse_keys
 from datasetserver.shard_epochs import Contribution, Lease, ShardEpoch, ShardEpochs
 from datasetserver.store import Store
 from datasetserver.tree import State, StateTree, spare
+from datasetserver.wrong_states import WrongStates
 from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
 ANY_HOLDS = Allowance(2 * MAX_KEYS, 2 * MAX_KEYS)
@@ -85,6 +86,7 @@ class Book:
         self._owners = Owners(self._store)
         self._contributions: dict[tuple[str, int], Contribution] = {}
         self.tree = StateTree(self._registered, most_of_one)
+        self.wrong = WrongStates(self._store, self.tree)
         self._load()
         self._lineage = Lineage(self.tree)
         self._rebuild()
@@ -496,11 +498,13 @@ class Book:
 
     def _discard(self) -> None:
         """Do what the host ordered since: forget states that it names, and all that descend from them."""
-        new = set(self._to_discard()) - self._discarded
-        if not new:
-            return
+        if new := set(self._to_discard()) - self._discarded:
+            self.discard(new)
+
+    def discard(self, digests: Collection[str]) -> None:
+        """Forget these states, which the host has discarded, and all that descend from them."""
         settled = [c for c in self._vouched() if not self._holdings.awaits(c.peer, c.number)]
-        for digest in sorted(new):
+        for digest in sorted(digests):
             for state in self._remove(digest):
                 self._never_take(state.digest)
             self._never_take(digest)

@@ -17,6 +17,7 @@ from swarm.run_config import RunConfig
 
 if TYPE_CHECKING:
     from datasetserver.tree import State, StateTree
+    from datasetserver.wrong_states import Wrong
 
 VERBS = ("heads", "discard")
 _SHOWN, _REPORTERS = 20, 3
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> None:
     if verb == "heads":
         print("\n".join(lines(work_dir)))
         return
-    run, tree = _ledger(work_dir)
+    run, tree, _ = _ledger(work_dir)
     gone = _gone(tree, args.digest)
     before = gone[0].samples - gone[0].own_samples
     what = (
@@ -61,37 +62,35 @@ def main(argv: Sequence[str]) -> None:
 
 def lines(work_dir: Path) -> list[str]:
     """Raises UserError where there is no ledger."""
-    _, tree = _ledger(work_dir)
+    _, tree, wrong = _ledger(work_dir)
     tips, on_chain = tree.tips(), {state.digest for state in tree.chain()}
     shown = [_line(state, next((s for s in tree.chain(state) if s.digest not in on_chain), None)) for state in tips[:_SHOWN]]
     rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
-    return [*shown, *rest] or ["no state was reported yet"]
+    proven = [f"wrong {each.digest} round={each.round} by {accused}, left to you: {each.left}" for accused, each in wrong.items() if each.left]
+    return [*shown, *rest, *proven] or ["no state was reported yet"]
 
 
-def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree]":
+def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree, dict[str, Wrong]]":
     """Raises UserError where there is none."""
     from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
     from datasetserver.tree import StateTree
+    from datasetserver.wrong_states import read_wrong
 
     with look_into(work_dir) as (run, store):
         registered = {(c.peer, c.number): c.samples + c.repeated for c in store.contributions()}
         tree = StateTree(lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
         for state in store.states():
             tree.add(state)
-    return run, tree
+        return run, tree, read_wrong(store)
 
 
 def _gone(tree: "StateTree", digest: str) -> "list[State]":
-    """What goes with that state. Raises UserError where it is none, or where peers could take an honest one for it.
-
-    Of its ancestors of long ago a state has the first ELDER_CHARACTERS only, and a report may name any digest: one that begins as an honest
-    state's does would take that with it.
-    """
+    """What goes with that state. Raises UserError where it is none, or where peers could take an honest one for it."""
     if not STATE.fullmatch(digest):
         raise UserError(f"'{digest}' is not the digest of a state.", fix="dd-datasetserver heads shows them.")
     if not (gone := tree.following(digest)):
         raise UserError(f"Nobody has reported a state {digest[:16]}...", fix="dd-datasetserver heads shows those that were.")
-    if twin := next((state for state in tree if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None):
+    if twin := tree.twin(digest):
         raise UserError(
             f"State {twin.digest} begins with the same {ELDER_CHARACTERS} digits, and would go with it: somebody reported one of them on purpose.",
             fix=f"Find out which is real, and ban who reported the other: {_names(gone[0])} this one, {_names(twin)} that.",

@@ -11,6 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from datasetserver import answers
+from datasetserver.bans import say
 from datasetserver.book import Book
 from datasetserver.founding import check_host_key
 from datasetserver.gallery import Gallery
@@ -115,6 +116,10 @@ class Service:
             self._bans.hear(words)
         return self._bans
 
+    def discard(self, digest: str, reason: str) -> None:
+        """Forget a state and all that descends from it, as the host does by `dd-datasetserver discard`; there is a run. Raises UserError."""
+        self._bans.hear([say(self.work_dir, self.run, digest, banned=True, reason=reason, clock=self.wall)])
+
     @property
     def total_samples(self) -> int:
         """Where the run ends, extensions included; 0: nowhere."""
@@ -172,7 +177,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,
         banned={peer: service.bans.reason(peer) for peer in sorted(service.bans.peers())},
-        proven={peer: service.proven.reason(peer) for peer in service.proven.peers()},
+        proven=service.proven.reasons(figures.pop("wrong")),
         trusted=sorted(service.bans.trusted),
         dataset_samples=service.data.manifest.total,
         checkpoint=service.states.newest(),
@@ -198,6 +203,7 @@ def _figures(book: Book) -> dict:
         "ledger": protocol.LedgerTotals(**book.shard_epochs.totals()),
         "finished": book.state == "ended",
         "state": book.state,
+        "wrong": book.wrong.all(),
     }
 
 

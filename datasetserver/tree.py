@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from swarm.digest import ELDER_CHARACTERS
+
 Contribution = tuple[str, int]
 """A peer and the number of its contribution."""
 
@@ -85,6 +87,11 @@ class StateTree:
     def following(self, digest: str) -> list[State]:
         """The state, and all that descend from it; none where it is unknown."""
         return list(self._descendants(digest, self._children)) if digest in self._states else []
+
+    def twin(self, digest: str) -> State | None:
+        """Another state whose digest begins as this one does: of its ancestors of long ago a state has the first ELDER_CHARACTERS only, so peers
+        take one for the other. A report may name any digest."""
+        return next((state for state in self._states.values() if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None)
 
     def remove(self, digest: str) -> tuple[list[State], list[State]]:
         """Forget a state and all that descend from it; returns them, and those that were only taken to descend from them."""

@@ -17,11 +17,11 @@ from peer.config import PeerConfig
 from swarm.bans import Bans
 from swarm.end import End
 from swarm.members import Members
-from swarm.proofs import AnyProof
 from swarm.run.family import Family
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
+from swarm.wrong_states import Accusation
 
 Params = dict[str, nn.Parameter]
 """By the part's name, a dot, and the name within it."""
@@ -225,8 +225,8 @@ class SyncReport:
     dropped: tuple[int, ...] = ()
     """Our contributions that will never be in the state: give their samples back. 0 stands for the samples not yet frozen."""
     final_rounds: tuple[CommittedRound, ...] = ()
-    proven: tuple[AnyProof, ...] = ()
-    """Peers that signed two means of one share, for whoever keeps the ledger."""
+    proven: tuple[Accusation, ...] = ()
+    """What is proven of peers that signed a false mean, for whoever keeps the ledger."""
     wait: bool = False
     """Do not train now: call `step(0)` again (it blocks for a while itself), until this is False."""
     done: bool = False
@@ -377,7 +377,7 @@ class Source(Protocol):
         """Tell whoever keeps the ledger that this state is final."""
         ...
 
-    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
+    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
         """Tell whoever keeps the ledger who is proven to have lied."""
         ...
 

@@ -160,7 +160,7 @@ class Session:
         print(
             f"seed {outcome.seed}: {outcome.rounds} rounds in {outcome.virtual_seconds / 3600:.2f} h, slowest commit "
             f"{outcome.slowest_commit_seconds} s, {outcome.adopted}, faults {sum(outcome.faults.values())}, apart {outcome.apart}, "
-            f"withdrawn {outcome.withdrawn}, trace {outcome.trace[:16]}", flush=True,
+            f"withdrawn {outcome.withdrawn}, buried {outcome.buried}, trace {outcome.trace[:16]}", flush=True,
         )  # fmt: skip
 
     def _tell_breach(self, scenario: "Scenario", outcome: "Outcome") -> None:

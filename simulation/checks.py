@@ -22,6 +22,7 @@ from simulation.misled import Company, Misled
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
+    from simulation.server import Server
     from simulation.world import World
 
 
@@ -31,6 +32,8 @@ MOST_FILES = 160
 """On a peer's disk: two files a shard of the dataset, a state and a mean of each of the last rounds, some that are small."""
 MESSAGES_PER_ROUND = 10
 """Of a peer with each other one, in a world without faults; 3 to 4 are usual."""
+_HEARD_SECONDS = 600.0
+"""Within this each peer that is there hears that a state is discarded: a server may be away for three minutes, and a partition lasts one."""
 _LEDGER_SECONDS = 10.0
 """The interval at which all of the ledger is worked out anew."""
 
@@ -83,6 +86,10 @@ class Checks:
         self.forged: dict[str, bool] = {}
         """Digests of the states that strangers made up, and whether members did."""
         self.company = Company(world.strangers)
+        self.discarded: dict[str, float] = {}
+        """Digests of the states that the host has discarded, and when."""
+        self.buried: set[str] = set()
+        """Those of them that the server discarded by itself."""
         self.final: dict[str, int] = {}
         """Digests of the states that were reported as final, and how often."""
         self.round = 0
@@ -167,9 +174,33 @@ class Checks:
             offer = self._offers.get((peer, contribution))
             if peer not in self._world.strangers and (offer is None or offer[1] != count):
                 self.breach(f"contribution {contribution} of {peer[-6:]} has {count} samples in {digest[:8]}, not those it was offered with", machine)
+        if gone := self._discarded_long_ago(parent):
+            self.breach(f"the state {digest[:8]} was made on {gone[:8]}, which the host had discarded {_HEARD_SECONDS:.0f} s before", machine)
         self.commits[digest] = Commit(digest, parent, number, samples, members, included)
         self.round = max(self.round, number)
         self._world.committed(self.commits[digest])
+
+    def buries(self, digest: str) -> None:
+        """The server discards a state by itself: only one that a wrong mean has made."""
+        commit = self.commits.get(digest)
+        self.buried.add(digest)
+        if commit is None or not self.lies.made((commit.parent, commit.members)):
+            self.breach(f"the server discards the state {digest[:8]}, and no liar made it")
+
+    def unburied(self, server: "Server") -> set[str]:
+        """States that a wrong mean made of which the server has a proof, and that it has neither discarded nor left to the host."""
+        left, found = server.book.wrong.all(), set()
+        for proof in server.proven.wrong_means:
+            parent, members, *_ = json.loads(proof.group)
+            digest = self._of_group.get((parent, tuple(map(tuple, members))))
+            if digest is not None and digest not in self.buried and "left to you" not in left.get(proof.accused, ""):
+                found.add(digest)
+        return found
+
+    def _discarded_long_ago(self, digest: str) -> str:
+        """The discarded state, if any, that `digest` is or descends from, of which everybody must have heard."""
+        known = {one for one, at in self.discarded.items() if self._world.loop.time() - at > _HEARD_SECONDS}
+        return next((one for one in self.lineage(digest) if one in known), "") if known else ""
 
     def closings(self, said: Mapping[str, Any]) -> None:
         """What a peer's log line says beside its text: a group was averaged in, or is void; a peer is proven to have lied."""

@@ -46,6 +46,10 @@ class Lies:
         taken.add(made)
         return f"members took a wrong mean {MOST_TAKEN} times, and nobody has a proof" if len(taken) >= MOST_TAKEN and liar not in self.proven else ""
 
+    def made(self, made: Made) -> bool:
+        """Whether a liar gave all a wrong mean in that round."""
+        return bool(self._told.get(made))
+
     def proves(self, accused: str, liars: Collection[str]) -> str:
         """Somebody has a proof against `accused`: what is wrong with that; '' when nothing is."""
         self.proven.setdefault(accused, len(self.parted))

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 URL = "http://dataset.server:9090"
+_STRANGERS_TOKEN = "strangers"
 _SHARDS, _SHARD_SAMPLES, _SHARD_BYTES = 24, 16, 512
 _FSYNC_SECONDS = (0.002, 0.02)
 _LATENCY_SECONDS = 0.02
@@ -184,17 +185,23 @@ class Server:
         ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
         self._service = SimpleNamespace(
             run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=self.extension, bans=self.bans,
-            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall, countersign_at=0.0, proven=self.proven,
+            url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall, countersign_at=0.0, proven=self.proven, discard=self._bury,
         )  # fmt: skip
         self.full(False)
 
     def lets_in(self, peer: str) -> None:
-        """It has come for its membership."""
-        self.book.admit(peer, Sender())
+        """It has come for its membership, with a token: so the server knows it also after a restart, and keeps a proof against it."""
+        self.book.admit(peer, Sender(_STRANGERS_TOKEN, (_STRANGERS_TOKEN,)))
 
-    def discard(self, digest: str) -> None:
+    def _bury(self, digest: str, reason: str) -> None:
+        """As `service.Service.discard`."""
+        self._world.checks.buries(digest)
+        self.discard(digest, reason)
+
+    def discard(self, digest: str, reason: str = "") -> None:
         """As `dd-datasetserver discard` does."""
-        self.bans.hear([sign_word(self.dataset.key, self.run, digest, banned=True, clock=self._world.loop.time)])
+        self._world.checks.discarded.setdefault(digest, self._world.loop.time())
+        self.bans.hear([sign_word(self.dataset.key, self.run, digest, banned=True, reason=reason, clock=self._world.loop.time)])
 
     def extension(self) -> dict[str, Any] | None:
         """As `service.Service.extension`."""

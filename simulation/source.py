@@ -16,7 +16,7 @@ from peer.data.dataset_server import DatasetServer
 from simulation.server import URL, Session, SimKey
 from swarm.bans import Bans
 from swarm.end import End
-from swarm.proofs import AnyProof
+from swarm.wrong_states import Accusation
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -69,8 +69,8 @@ class Source:
     def report_final(self, committed_round: CommittedRound) -> None:
         self._server.report_final(committed_round)
 
-    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
-        self._server.report_proofs(proofs)
+    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
+        self._server.report_proofs(accusations)
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         self._report(keys)

@@ -46,6 +46,8 @@ _RECENT_ROUNDS = 12
 """How many rounds behind the newest state a peer may be: it fetches while the others go on."""
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
+_SHOWN_SECONDS = 15
+"""Within which of a proof the server is shown the state that the wrong mean made: a sidecar says one thing a second."""
 _TRUSTED_SECONDS = 30.0
 _OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN = "one-more-sample", "two-faced", "member-wrong-means"
 """The rows that members play who lie."""
@@ -120,6 +122,8 @@ class Outcome:
     messages: int = 0
     apart: int = 0
     """Peers that stay on a branch of their own, since they have met nobody of the other one."""
+    buried: int = 0
+    """States that the server discarded by itself, since a wrong mean had made them."""
     withdrawn: int = 0
     """States that were reported as final and are not in the lineage of the newest one: after a partition, above all."""
     faults: dict[str, int] = field(default_factory=dict)
@@ -294,6 +298,7 @@ class World:
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
         outcome.failpoints, outcome.strikes = dict(self.failpoints.hit), tuple(self.strikes)
         outcome.apart, outcome.withdrawn = self.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
+        outcome.buried = len(self.checks.buried)
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
 
@@ -348,6 +353,8 @@ class World:
         if all(machine.link.behind_nat for machine in self.machines):
             self.add_assistant()  # as each of them says that somebody must: without one no two of them can exchange a word
         await (self._all_end() if scenario.total_samples else self._all_commit())
+        if not (scenario.faults or scenario.strikes):
+            await self._all_buried()
         if not (scenario.faults or scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean):
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
@@ -396,6 +403,14 @@ class World:
                 stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
                 what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
                 self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault {what}")
+
+    async def _all_buried(self) -> None:
+        """Without faults: of each wrong mean that the server has a proof of, it is shown the state soon, and discards it."""
+        stays = self.checks.unburied(self.server)
+        for _ in range(_SHOWN_SECONDS if stays else 0):
+            await self._look()
+        if stays := stays & self.checks.unburied(self.server):
+            self.checks.breach(f"a wrong mean is proven, and the state {min(stays)[:8]} that it made stays")
 
     def _is_over(self) -> bool:
         return all(machine.over for machine in self.machines)

@@ -11,6 +11,7 @@ import resource
 import shutil
 import stat
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -114,6 +115,14 @@ def raise_open_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes from what this file stands for, which is made; waits while another has it. Raises OSError."""
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def lock_folder(folder: Path) -> TextIO:

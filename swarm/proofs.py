@@ -69,6 +69,11 @@ class Proofs:
     def of_wrong_means(self) -> tuple[WrongMean, ...]:
         return tuple(proof for proof in self.all if isinstance(proof, WrongMean))
 
+    def wrong_mean_of(self, peer: str) -> WrongMean | None:
+        """The proof that `peer` gave a wrong mean."""
+        proof = self._known.get(peer)
+        return proof if isinstance(proof, WrongMean) else None
+
     def reason(self, peer: str) -> str:
         """Why `peer` is banned; '' when nothing is proven of it."""
         return _WHY[type(self._known[peer])] if peer in self._known else ""

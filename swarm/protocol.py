@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializ
 from typing_extensions import TypedDict
 
 from swarm.held_out import MOST_HELD_OUT
-from swarm.proofs import AnyProof
 from swarm.records import FINDINGS_PER_RECORD, MOST_BANS, HostWord
 from swarm.signing import SIGNATURE
+from swarm.wrong_states import Accusation
 
 PROTOCOL_VERSION = 2
 BANS_TOLD = 16  # with every renewal, the newest: so that each word is told to somebody who hands it on
@@ -376,17 +376,18 @@ class RoundAnswer(Message):
 
 
 class ProofsRequest(Message):
-    """POST /v1/proofs: what proves that peers lied about a mean; see `swarm.proofs`."""
+    """POST /v1/proofs: what proves that peers lied about a mean, and which states wrong means made; see `swarm.proofs`, `swarm.wrong_states`."""
 
     run_id: RunId
     peer: PeerId
-    proofs: Annotated[list[AnyProof], Field(min_length=1, max_length=PROOFS_TOLD)]
+    proofs: Annotated[list[Accusation], Field(min_length=1, max_length=PROOFS_TOLD)]
 
 
 class ProofsAnswer(Message):
-    """banned: those of the accused that a proof bans now."""
+    """banned: those of the accused that a proof bans now. bans: the host's words, where a state was shown that it may have discarded."""
 
     banned: Annotated[list[PeerId], Field(max_length=PROOFS_TOLD)]
+    bans: Annotated[list[HostWord], Field(max_length=BANS_TOLD)] = []
 
 
 class LedgerTotals(Message):

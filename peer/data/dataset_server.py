@@ -32,11 +32,11 @@ from swarm.bans import Bans
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.peer_key import PeerKey
-from swarm.proofs import AnyProof
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
 from swarm.signing import KnownHosts
 from swarm.tasks import set_within
+from swarm.wrong_states import Accusation
 
 __all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
 log = logging.getLogger(__name__)
@@ -116,12 +116,12 @@ class DatasetServer:
         self._seen = Seen(cache_dir / f"seen-{name}.json" if known_hosts is not None else None)
         self._seen.pass_over(len(self._shards.of_epoch(self._seen.epoch)) if self._seen.epoch >= 0 else 0)
         unsaid = Unsaid(cache_dir / f"unsaid-{name}.jsonl")
-        self._outbox = Outbox(unsaid, news=self._post, result=self._background.result)
+        self._outbox = Outbox(unsaid, news=self._post, hear=self._bans.hear, result=self._background.result)
         self._renew_every = 20.0
         self._stop, self._hungry, self._must_renew, self._mail, self._short = (asyncio.Event() for _ in range(5))
         self._held_out: Sequence[Sample] | None = None
-        self._accused: set[str] = set()
-        """Of whom the server was told a proof."""
+        self._accused: set[tuple[type, str]] = set()
+        """Of whom the server was told a proof, and a state."""
         self._started = False
 
     # -- for the training thread
@@ -166,12 +166,12 @@ class DatasetServer:
         if waits:  # behind another: of a server that is away nobody knows for 30 s
             self._outbox.keep_rounds()
 
-    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
-        """Of each accused once; a sidecar that was started again says them again."""
-        news = [proof for proof in proofs if proof.accused not in self._accused]
-        self._accused |= {proof.accused for proof in news}
+    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
+        """Of each accused one of a kind, once; a sidecar that was started again says them again."""
+        news = [each for each in accusations if (type(each), each.accused) not in self._accused]
+        self._accused |= {(type(each), each.accused) for each in news}
         for begin in range(0, len(news), protocol.PROOFS_TOLD):
-            self._send(PROOFS, proofs=[asdict(proof) for proof in news[begin : begin + protocol.PROOFS_TOLD]])
+            self._send(PROOFS, proofs=[asdict(each) for each in news[begin : begin + protocol.PROOFS_TOLD]])
 
     def acknowledge(self, keys: Sequence[str]) -> None:
         for lease_id in self._work.forget(keys):

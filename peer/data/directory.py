@@ -23,8 +23,8 @@ from swarm.errors import UserError
 from swarm.held_out import WHOLE, held_out, unfit
 from swarm.picture_file import BadSample, has_mask, opened, orientation_of, turned, upright_mask
 from swarm.picture_folder import Pair, Piece, listed, nothing_in
-from swarm.proofs import AnyProof
 from swarm.subsets import list_dataset
+from swarm.wrong_states import Accusation
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Directory:
     def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
 
-    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
+    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
         """No ledger to tell."""
 
     def acknowledge(self, keys: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from peer.contracts import CommittedRound, Sample, SourceContext
 from swarm.dataset_rows import HubDataset
 from swarm.errors import UserError
 from swarm.picture_file import BadSample, has_mask, opened
-from swarm.proofs import AnyProof
+from swarm.wrong_states import Accusation
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class HuggingFace:
     def report_final(self, committed_round: CommittedRound) -> None:
         """No ledger to tell."""
 
-    def report_proofs(self, proofs: Sequence[AnyProof]) -> None:
+    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
         """No ledger to tell."""
 
     def acknowledge(self, keys: Sequence[str]) -> None:

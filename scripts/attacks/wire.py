@@ -30,7 +30,7 @@ from swarm.daemon import Daemon
 from swarm.dht import RUNS_KEY, Identity
 from swarm.peer_key import peer_id_of
 
-CALL, JOIN, REDUCE = "distributed-diffusion.call.4", "distributed-diffusion.join.4", "distributed-diffusion.reduce.3"
+CALL, JOIN, REDUCE = "distributed-diffusion.call.4", "distributed-diffusion.join.4", "distributed-diffusion.reduce.4"
 HEAD, CHUNKS, KIND = "distributed-diffusion.head.1", "distributed-diffusion.chunks.1", "distributed-diffusion.kind.1"
 CERTIFICATE = "distributed-diffusion.certificate.1"
 DIAL_ME = "distributed-diffusion.dial-me.1"

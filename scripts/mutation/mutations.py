@@ -285,6 +285,14 @@ MUTATIONS = (
         world=("--members", "--wrong_mean", "--peers=4", "--hours=0.05", "--faults=none"),
     ),
     Mutation(
+        "wrong_states_stay",
+        "the state that a proven wrong mean made is not discarded: the run goes on from it",
+        "        await bury(service, owner, state)\n",
+        "        pass\n",
+        under="datasetserver/app.py",
+        world=("--members", "--wrong_mean", "--peers=4", "--hours=0.015", "--faults=none"),
+    ),
+    Mutation(
         "certificates_count_for_nothing",
         "in a run for members a newcomer goes by who is live, whatever state the others have certified",
         "        if not self._seals.needed:\n            return Judgement(strangers)\n",

@@ -52,7 +52,7 @@ def test_a_banned_peer_is_refused_with_the_reason_until_the_host_lets_it_in_agai
 def work_dir(tmp_path, monkeypatch):
     """One whose ledger knows two peers, without a server."""
     run = RunConfig(model="x")
-    monkeypatch.setattr(bans, "_ledger", lambda folder: (run, bans.Counter({"QmAAAAAAonePeer": 30, "QmBBBBBBanother": 7}), {"QmBBBBBBanother": "bob"}))
+    monkeypatch.setattr(bans, "_ledger", lambda folder: (run, bans.Counter({"QmAAAAAAonePeer": 30, "QmBBBBBBanother": 7}), {"QmBBBBBBanother": "bob"}, {}))
     HostKey(tmp_path / "host.key")
     return tmp_path
 

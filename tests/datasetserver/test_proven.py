@@ -29,11 +29,11 @@ def test_whom_a_proof_bans_the_server_refuses_and_names_with_the_reason(serve, c
     held = lease(host, "liar", want=8)
     refused(prove(host, "alice", *[invented(f"Qm{number}") for number in range(PROOFS_TOLD + 1)]), 422, "bad_request")
     refused(prove(host, "alice", dataclasses.replace(invented("Qm"), key="ssh-rsa " + "A" * 2000)), 422, "bad_request")
-    assert json.loads(prove(host, "alice", proof(run, key("stranger")))[2]) == {"banned": []}, "nobody whom the server let in"
+    assert json.loads(prove(host, "alice", proof(run, key("stranger")))[2]) == {"banned": [], "bans": []}, "nobody whom the server let in"
     for false in forged(run, key("alice"), liar).values():
         if false.accused == liar.peer_id:
             refused(prove(host, "alice", false), 403, "no_proof")
-    assert json.loads(prove(host, "alice", proof(run, liar))[2]) == {"banned": [liar.peer_id]}
+    assert json.loads(prove(host, "alice", proof(run, liar))[2]) == {"banned": [liar.peer_id], "bans": []}
     asked = {
         "/v1/leases": {"want_samples": 1},
         f"/v1/leases/{held.lease_id}/renew": {},
@@ -49,7 +49,7 @@ def test_whom_a_proof_bans_the_server_refuses_and_names_with_the_reason(serve, c
 
     refuses_the_liar()
     assert json.loads(call(host, "/v1/progress")[2])["proven"] == {liar.peer_id: REASON}
-    assert json.loads(prove(host, "bob", proof(run, liar, group="h"))[2]) == {"banned": [liar.peer_id]}, "said again, it is no news"
+    assert json.loads(prove(host, "bob", proof(run, liar, group="h"))[2]) == {"banned": [liar.peer_id], "bans": []}, "said again, it is no news"
     data = ["--dataset", str(host.dataset)]
     assert cli(["members", *data]) == 0
     assert f"{liar.peer_id} samples=0 BANNED by a proof: {REASON}" in capsys.readouterr().out.splitlines()
@@ -121,5 +121,5 @@ def test_in_an_open_run_nothing_is_a_proof():
 def test_a_proven_peer_is_listed_also_where_the_ledger_does_not_know_it():
     known = proven()
     known.hear("token alice", {"QmLiar": "token bob"}, [invented("QmLiar")])
-    lines = bans._lines(bans.Counter({"QmOne": 3}), {}, bans.Bans(RUN), known)
+    lines = bans._lines(bans.Counter({"QmOne": 3}), {}, bans.Bans(RUN), known.reasons({}))
     assert lines == ["QmOne samples=3", f"QmLiar samples=0 BANNED by a proof: {REASON}"]

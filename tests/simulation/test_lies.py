@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from simulation.checks import Breach, Checks
+from simulation.checks import Breach, Checks, Commit
 from simulation.faults import parse_strikes
 from simulation.lies import MOST_PARTED, MOST_TAKEN, Lies
 from simulation.world import Scenario, World
@@ -33,14 +33,20 @@ def test_peers_that_die_and_lose_their_disks_are_not_framed_by_a_reducer_that_li
 
 
 @pytest.mark.parametrize("wire", ["fp16", "int4"])
-def test_a_reducer_that_gives_all_one_wrong_mean_is_banned_within_twenty_rounds(wire):
+def test_a_reducer_that_gives_all_one_wrong_mean_is_banned_within_twenty_rounds_and_its_state_discarded(wire):
     world = World(Scenario(seed=5, peers=4, hours=0.015, faults=(), members=True, wrong_mean=True, wire=wire))
-    assert_holds(world.play())
+    assert_holds(outcome := world.play())
     lies = world.checks.lies
     assert lies.proven and lies.proven.keys() <= world.strangers and 1 <= len(lies.taken[min(lies.proven)]) <= 20
     told = {machine.peer: machine.disk.root() / "state" / "proofs.json" for machine in world.machines}
     assert all(path.exists() for path in told.values()), "every honest peer has the proof"
     assert {*world.server.proven.peers()} == lies.proven.keys(), "so has the server"
+    (wrong,) = world.checks.buried
+    before = world.checks.commits[wrong].parent
+    assert outcome.buried == 1 and world.server.bans.discarded == {wrong} and lies.made((before, world.checks.commits[wrong].members))
+    lineage = world.checks.lineage(world.tip())
+    assert before in lineage and wrong not in lineage, "the run goes on from the state before it"
+    assert world.server.book.tree.get(wrong) is None and world.server.book.tree.get(before) is not None
 
 
 # ---------------------------------------------------------------- the checks themselves
@@ -67,6 +73,32 @@ def test_that_an_honest_peer_is_banned_is_a_breach():
     assert not broken(watched)
     watched.closings({"proven": "QmHonest"})
     assert "the honest peer Honest is banned" in broken(watched)
+
+
+def test_a_state_that_no_liar_made_and_the_server_discards_is_a_breach():
+    for made, wrong in (("wrong", ""), ("turned for one", "no liar made it"), ("honest", "no liar made it"), ("unknown", "no liar made it")):
+        watched = checks()
+        watched.lies.told("base", MEMBERS, "QmLiar")
+        watched.lies.told("other", MEMBERS)
+        parents = {"wrong": "base", "turned for one": "other", "honest": "third"}
+        watched.commits |= {name: Commit(name, parent, 1, 16, MEMBERS, {}) for name, parent in parents.items()}
+        watched.buries(made)
+        assert wrong in broken(watched) and bool(broken(watched)) == bool(wrong)
+
+
+def test_a_state_that_is_made_on_a_discarded_one_long_after_is_a_breach():
+    clock = SimpleNamespace(now=0.0)
+    world = SimpleNamespace(loop=SimpleNamespace(time=lambda: clock.now), strangers={"ann", "bob"}, stop=lambda: None, committed=lambda commit: None)
+    world.run = SimpleNamespace(members_of="")
+    watched = Checks(world)
+    watched.discarded["one"] = 0.0
+    watched._commit(None, "one", "base", 1, 16, MEMBERS)
+    clock.now = 600.0
+    watched._commit(None, "two", "one", 2, 24, (("ann", 2, 8),))
+    assert not broken(watched), "by one that may not have heard of it"
+    clock.now = 601.0
+    watched._commit(None, "three", "two", 3, 32, (("ann", 3, 8),))
+    assert "the state three was made on one, which the host had discarded 600 s before" in broken(watched)
 
 
 def test_a_round_that_a_liar_parts_may_have_two_states_and_no_other_may():

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -12,7 +12,8 @@ from typing import Any
 from peer.data.client.transport import Refusal, Transport
 from peer.data.unsaid import Unsaid
 from swarm.errors import UserError
-from swarm.protocol import ContributionAnswer
+from swarm.protocol import ContributionAnswer, ProofsAnswer
+from swarm.records import HostWord
 
 log = logging.getLogger(__name__)
 CONTRIBUTIONS, ROUNDS, PROOFS = "/v1/contributions", "/v1/rounds", "/v1/proofs"
@@ -31,11 +32,18 @@ class Letter:
 class Outbox:
     """Letters in their order. unsaid: where contributions are kept that were offered before the server knew of them, and rounds final meanwhile.
 
-    news: called after a letter was put in, in the thread that put it. result: waits for a future, up to a number of seconds.
+    news: called after a letter was put in, in the thread that put it. hear: told of the host's words that come with an answer. result: waits for a
+    future, up to a number of seconds.
     """
 
-    def __init__(self, unsaid: Unsaid, news: Callable[[], None], result: Callable[[Future, float], str] = Future.result):
-        self._unsaid, self._news, self._result, self._lock = unsaid, news, result, threading.Lock()
+    def __init__(
+        self,
+        unsaid: Unsaid,
+        news: Callable[[], None],
+        hear: Callable[[Sequence[HostWord]], object] = lambda words: None,
+        result: Callable[[Future, float], str] = Future.result,
+    ):
+        self._unsaid, self._news, self._hear, self._result, self._lock = unsaid, news, hear, result, threading.Lock()
         self._letters: deque[Letter] = deque(Letter(_path_of(body), body, on_disk=True) for body in unsaid.letters())
 
     def __len__(self) -> int:
@@ -97,6 +105,8 @@ class Outbox:
             try:
                 if letter.path == CONTRIBUTIONS:
                     receipt = (await transport.insist(letter.path, body, ContributionAnswer)).receipt or ""
+                elif letter.path == PROOFS:
+                    self._hear((await transport.insist(letter.path, body, ProofsAnswer)).bans)
                 else:
                     await transport.insist(letter.path, body)
             except Refusal as error:

@@ -53,8 +53,9 @@ def advance(
     strategy: Strategy,
     wire: Wire,
     into: SharedBuffer | None = None,
+    group: str = "",
 ) -> State:
-    """The state after the round whose encoded mean is `mean`, (num_bytes,) uint8; square_norm: as its reducers worked it out.
+    """The state after the round whose encoded mean is `mean`, (num_bytes,) uint8; square_norm: as its reducers worked it out; group: see `Header`.
 
     Part by part, so that besides the two states no float vector of their size exists; with `into` the parent's own memory, not even two
     states. Raises ValueError when the mean or the new state is not finite.
@@ -69,7 +70,7 @@ def advance(
                 check_finite(vector)
             yield values
 
-    return next_state(parent, pieces(), members, mean_digest(square_norm, hash_chunks(mean)), into)
+    return next_state(parent, pieces(), members, mean_digest(square_norm, hash_chunks(mean)), into, group)
 
 
 def load_strategy(path: str, run: RunConfig) -> Strategy:

@@ -46,6 +46,7 @@ from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
 from peer.sync.engine.round.rounds_file import read_rounds, write_round
 from peer.sync.engine.round.share_seals import ShareSeals
 from peer.sync.engine.round.status import Status
+from peer.sync.engine.round.wrong_states import WrongStates
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.trainer.messages import Done, Failed, Sends
 from peer.sync.engine.trainer.trainer import Contribution, Trainer
@@ -63,6 +64,7 @@ from swarm.proofs import Proofs
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
+from swarm.wrong_states import Accusation
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -150,6 +152,7 @@ class Replica:
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
         self._checks = SpotChecks(run, node, streams, wire, self.members.proofs, self.neighbours.others, clock, self._rng)
+        self._wrong_states = WrongStates(self.members.proofs, state)
         forsaken = store.forsaken or bool(store.discarded.names)
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
         # What is kept of our states, what is handed out, and what others see of us.
@@ -323,6 +326,10 @@ class Replica:
     def seen(self) -> dict[str, Any]:
         return self.status.seen()
 
+    def accusations(self) -> list[Accusation]:
+        """What is proven of others, and which of our last states a wrong mean has made."""
+        return [*self.members.proofs.all, *self._wrong_states.found()]
+
     # ---------------------------------------------------------------- waiting
 
     async def _until(self, ready: Callable[[], T]) -> T:
@@ -465,6 +472,7 @@ class Replica:
         self.trainer.moved()
         self.heads.moved(state, fetched=how == "fetched")
         self.certificates.moved(state)
+        self._wrong_states.moved(state)
         self._finality.moved(previous, state)
         self._past.moved(state)
         self._donor.retire(previous)

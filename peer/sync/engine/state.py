@@ -51,7 +51,8 @@ class Header:
     contribution in this state. members: whose work the last round averaged. ancestors: rounds of the last ancestors, newest
     first, so that whoever holds a state can report what is in it. mean: digest of the average that the last round applied, so that
     whoever holds the parent can repeat it (replay.py); empty where it cannot be had. elders: the ancestors before `parents`, newest first,
-    ELDER_CHARACTERS of each digest.
+    ELDER_CHARACTERS of each digest. group: the name of the group that made it, in a run for members: a proof that one of its reducers gave a
+    wrong mean names it (`swarm/wrong_states.py`); '' elsewhere.
     """
 
     run: str
@@ -64,8 +65,9 @@ class Header:
     ancestors: tuple[CommittedRound, ...] = ()
     mean: str = ""
     elders: str = ""
+    group: str = ""
 
-    def child(self, digest: str, members: Iterable[Member], mean: str = "") -> "Header":
+    def child(self, digest: str, members: Iterable[Member], mean: str = "", group: str = "") -> "Header":
         """The header of the round that averages `members` onto this state, whose digest is `digest`. Raises BadState if nobody would take it."""
         members = tuple(sorted(members, key=lambda member: member.peer))
         ancestors = (self.committed_round(digest), *self.ancestors) if self.round else ()
@@ -79,6 +81,7 @@ class Header:
             members=members,
             ancestors=ancestors[:ANCESTORS_KEPT],
             mean=mean,
+            group=group,
             elders=_elders(parents[ANCESTORS_KEPT:], self.elders),
         )
         if len(members) > MOST_MEMBERS or child.samples > MOST_COUNT:
@@ -115,8 +118,9 @@ class Header:
         # `dataclasses.asdict` copies each of some hundred members field by field: a tenth of a small swarm's CPU time.
         members, ancestors = _plain(self.members), [{**vars(a), "members": _plain(a.members)} for a in self.ancestors]
         values = {**vars(self), "included": dict(self.included), "members": members, "ancestors": ancestors}
-        if not self.elders:  # a state on disk from before there were any keeps its digest
-            del values["elders"]
+        for name in ("elders", "group"):  # a state on disk from before there were any keeps its digest
+            if not values[name]:
+                del values[name]
         return values
 
     @functools.cached_property
@@ -127,7 +131,7 @@ class Header:
     def check(self) -> None:
         """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
         if not self.round:
-            if self.samples or self.parents or self.members or self.included or self.mean or self.elders:
+            if self.samples or self.parents or self.members or self.included or self.mean or self.elders or self.group:
                 raise BadState("header: a round 0 with a past")
             return
         if not self.parents or len(self.parents) - len(self.ancestors) != (len(self.parents) == self.round):
@@ -231,12 +235,12 @@ def first_state(run: str, schema: str, anchor: Tensor, slots: int, into: SharedB
 
 
 def next_state(
-    state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member], mean: str = "", into: SharedBuffer | None = None
+    state: State, pieces: Iterable[Sequence[Tensor]], members: Iterable[Member], mean: str = "", into: SharedBuffer | None = None, group: str = ""
 ) -> State:
     """The state after one round: new tensors, and a header that names the parent and the mean that led from it to here.
 
     pieces: the vectors [anchor, *outer tensors] in consecutive slices, each written as soon as it comes. into: the memory to take, which
-    may be that of `state` where it is needed no more. Raises BadState when the header is one that nobody would take.
+    may be that of `state` where it is needed no more; group: see `Header`. Raises BadState when the header is one that nobody would take.
     """
     buffer, at = into or SharedBuffer(state.buffer.num_bytes), 0
     hashing = _Hashing(buffer.bytes())
@@ -247,7 +251,7 @@ def next_state(
             hashing.written(written.storage_offset() * written.itemsize, written.nbytes)
         at = end
     assert end == targets.shape[1], "the pieces are not the whole vectors"
-    return State(state.header.child(state.digest, members, mean), buffer, tuple(hashing.hashes))
+    return State(state.header.child(state.digest, members, mean, group), buffer, tuple(hashing.hashes))
 
 
 class _Hashing:

@@ -12,12 +12,13 @@ import pytest
 from aiohttp import web
 
 from peer.data.client.outage import Seen, choose
-from peer.data.client.outbox import CONTRIBUTIONS, ROUNDS, Outbox
+from peer.data.client.outbox import CONTRIBUTIONS, PROOFS, ROUNDS, Outbox
 from peer.data.client.transport import Backoff, Refusal, ServerAway, Transport, retry_after
 from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
-from swarm.protocol import ErrorBody, LeasedShard, Shard
+from swarm.protocol import ErrorBody, LeasedShard, ProofsAnswer, Shard
+from swarm.records import HostWord
 
 
 class Clock:
@@ -137,6 +138,20 @@ def test_a_refusal_that_comes_as_the_patience_ends_is_one(tmp_path):
     with pytest.raises(Refusal, match="another's"):
         outbox.answered(letter, 5.0)
     assert not unsaid.letters() and not outbox
+
+
+def test_the_hosts_words_that_come_with_the_answer_to_a_proof_are_heard(tmp_path):
+    class Answers:
+        async def insist(self, path, body, model=None):
+            return ProofsAnswer(banned=[], bans=[word]) if path == PROOFS else None
+
+    heard = []
+    word = HostWord(about="f" * 64, at=1, banned=True, trusted=False, reason="a wrong mean", signature="s")
+    outbox = Outbox(Unsaid(tmp_path / "unsaid.jsonl"), news=lambda: None, hear=heard.extend)
+    for path in (ROUNDS, PROOFS):
+        outbox.put(path, {})
+    asyncio.run(outbox.deliver(Answers()))
+    assert heard == [word] and not outbox
 
 
 def test_a_report_that_the_disk_does_not_take_waits_in_memory(tmp_path):

@@ -15,6 +15,7 @@ from peer.sync.engine.round.share_seals import ShareSeals
 from simulation.records import signed
 from swarm.signing import HostKey
 from swarm.statements import lot_statement
+from swarm.wrong_states import WrongState
 from tests.peer.sync.swarm_tools import until
 from tests.peer.sync.test_equivocation import banned, swarm_of
 from tests.peer.sync.test_members import member
@@ -57,6 +58,9 @@ def test_a_reducer_that_gives_all_one_wrong_mean_is_banned_by_all_within_twenty_
         assert not any(banned(peer, other) for peer in [*honest, liar] for other in honest)
         await until(lambda: liar.failures, SECONDS)
         assert "it signed a mean that is not that of what members sent it" in liar.failures[0].message
+        (state,) = {shown for peer in honest for shown in peer.replica.accusations() if isinstance(shown, WrongState)}
+        (proof,) = honest[0].replica.members.proofs.of_wrong_means
+        assert state.round_by(proof, liar.run) and state.digest in {honest[0].head.digest, *honest[0].head.header.parents}
         newcomer = await member(nodes, key, liar.run, size=4 * PART_ELEMENTS)
         newcomer.replica.members.hear(liar.id, liar.replica.members.own)  # it is seen again, say
         await until(lambda: banned(newcomer, liar), SECONDS)

@@ -26,12 +26,12 @@ def step(state: State, mean: Mean, members, into=None) -> State:
     """Like `gradients`: what it does depends on the mean's norm, and an outer tensor remembers."""
     anchor, slot = state.vectors(SIZE)
     slot = slot * 0.5 + mean.encoded.view(torch.float32) / math.sqrt(mean.square_norm)
-    return next_state(state, [[anchor - 0.1 * slot, slot]], members, mean_digest(mean.square_norm, hash_chunks(mean.encoded)), into)
+    return next_state(state, [[anchor - 0.1 * slot, slot]], members, mean_digest(mean.square_norm, hash_chunks(mean.encoded)), into, mean.group)
 
 
 def other_step(state: State, mean: Mean, members, into=None) -> State:
     """Another arithmetic than everybody else's."""
-    return step(state, Mean(mean.encoded, mean.square_norm * 2), members, into)
+    return step(state, Mean(mean.encoded, mean.square_norm * 2, group=mean.group), members, into)
 
 
 def rounds(count: int) -> tuple[list[State], list[Mean]]:
@@ -39,7 +39,7 @@ def rounds(count: int) -> tuple[list[State], list[Mean]]:
     generator = torch.Generator().manual_seed(1)
     states, means = [state_of(torch.ones(SIZE), slots=1)], [None]
     for number in range(1, count + 1):
-        mean = Mean(torch.randn(SIZE, generator=generator).view(torch.uint8), 2.0 + number)
+        mean = Mean(torch.randn(SIZE, generator=generator).view(torch.uint8), 2.0 + number, group=f"group {number}")
         states.append(step(states[-1], mean, [Member("a", number, 7)]))
         means.append(mean)
     return states, means

@@ -110,7 +110,7 @@ def test_each_proof_is_told_to_the_trainer_once_and_few_at_a_time():
     for _ in range(20):
         line.proven(proofs)
         if (message := theirs.receive(0)) is not None:
-            told.append(PROOFS.validate_python(message.proofs))
+            told.append(PROOFS.validate_python(message.accusations))
     assert [len(some) for some in told] == [16] * 8 and [proof for some in told for proof in some] == proofs
     ours.close()
     theirs.close()

@@ -88,7 +88,7 @@ def test_any_field_of_the_header_changes_the_digest():
     state = lineage(2)[-1]
     changes = {
         "run": "x", "schema": "x", "round": 9, "samples": 9, "parents": ("x",), "included": {"a": 9}, "members": (), "ancestors": (),
-        "mean": "x", "elders": "e" * 12,
+        "mean": "x", "elders": "e" * 12, "group": "x",
     }  # fmt: skip
     assert set(changes) == {field.name for field in dataclasses.fields(Header)}
     for name, value in changes.items():
@@ -105,7 +105,7 @@ def test_a_header_names_its_last_512_ancestors_the_older_ones_shortly():
     states = lineage(14, size=1)
     header = states[-1].header
     assert header.elders == "".join(state.digest[:12] for state in reversed(states[:6])) and header.parents[-1] == states[6].digest
-    assert "elders" not in states[8].header.to_json(), "a state from before there were elders keeps its digest"
+    assert not {"elders", "group"} & states[8].header.to_json().keys(), "a state from before there were any keeps its digest"
     for number in range(600):
         header = header.child(f"{number:064x}", [Member("a", 100 + number, 1)])
     assert len(header.elders) == 504 * 12 and read_header(header.to_json()) == header
@@ -120,6 +120,8 @@ FORGERIES = {
     "a member that is not included": {"included": {}},
     "a past that is missing": {"ancestors": []},
     "a past in round 0": {"round": 0},
+    "a group in round 0": {"round": 0, "samples": 0, "parents": [], "included": {}, "members": [], "ancestors": [], "group": "g"},
+    "a group that is no text": {"group": 1},
     "more elders than rounds": {"elders": "0" * 12},
     "half an elder": {"round": 9, "elders": "0" * 6},
     "elders that are no digests": {"elders": "elders"},
@@ -157,9 +159,9 @@ def test_the_last_two_states_and_an_older_one_are_kept_and_the_newest_is_read(tm
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def ages_kept(folder, minutes: Sequence[int], free: float = 1e9) -> list[int]:
+def ages_kept(folder, minutes: Sequence[int], free: float = 1e9, recent: int = 0) -> list[int]:
     """Minutes since each state was saved, of those left after saving one at each of these minutes."""
-    now, store, states = 0, StateStore(folder, wall=lambda: 60.0 * now), lineage(len(minutes))
+    now, store, states = 0, StateStore(folder, wall=lambda: 60.0 * now, recent=recent), lineage(len(minutes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         for now, state in zip(minutes, states[1:], strict=True):
@@ -181,6 +183,12 @@ def test_an_older_state_is_kept_to_go_back_to_and_the_next_such(tmp_path, every)
 def test_on_a_disk_that_is_nearly_full_older_states_go(tmp_path):
     assert len(ages_kept(tmp_path / "room", range(0, 90, 5), free=1e6)) == 4
     assert ages_kept(tmp_path / "none", range(0, 90, 5), free=1e3) == [0, 5]
+
+
+def test_where_there_is_room_those_behind_the_best_are_kept_beside_older_ones(tmp_path):
+    assert ages_kept(tmp_path / "room", range(0, 90, 5), recent=2)[:4] == [0, 5, 10, 15]
+    assert len(ages_kept(tmp_path / "older", range(0, 90, 5), recent=2)) == 6
+    assert ages_kept(tmp_path / "none", range(0, 90, 5), free=1e3, recent=2) == [0, 5]
 
 
 def test_an_older_state_is_what_is_left_when_the_newer_ones_are_discarded(tmp_path):

@@ -27,6 +27,7 @@ from swarm.signing import HostKey
 from swarm.slices import tree_digest
 from swarm.statements import Input, input_statement, inputs_digest, statement
 from swarm.wrong_means import MOST_GROUP_BYTES, MOST_SENDERS, MOST_SLICE_BYTES, Place, Slice, WrongMean
+from swarm.wrong_states import ACCUSATIONS, MOST_CHUNKS, MOST_HEADER_CHARACTERS, WrongState
 from tests.swarm.test_proofs import invented
 
 REDUCER = "Qmreducer"
@@ -271,14 +272,15 @@ def test_the_largest_proof_fits_into_one_message_to_a_peer():
     assert read(WrongMeans, msgpack.unpackb(msgpack.packb(said.wire()))) == said
 
 
-def test_the_trainer_is_told_of_wrong_means_one_at_a_time_after_the_others():
+def test_the_trainer_is_told_of_wrong_means_and_states_one_at_a_time_after_the_others():
     ours, theirs = Port.pair()
     line, told = TrainerLine(ours), []
-    proofs = [largest("QmOne"), invented("QmTwo"), largest("QmThree")]
-    for _ in range(5):
-        line.proven(proofs)
+    state = WrongState.of(largest("QmOne"), "f" * 64, b"h" * MOST_HEADER_CHARACTERS, (b"c" * 32,) * MOST_CHUNKS)
+    accusations = [largest("QmOne"), invented("QmTwo"), largest("QmThree"), state]
+    for _ in range(6):
+        line.proven(accusations)
         if (message := theirs.receive(0)) is not None:
-            told.append(PROOFS.validate_python(message.proofs))
-    assert told == [(proofs[1],), (proofs[0],), (proofs[2],)]
+            told.append(ACCUSATIONS.validate_python(message.accusations))
+    assert told == [(accusations[1],), (accusations[0],), (accusations[2],), (state,)]
     ours.close()
     theirs.close()

@@ -158,8 +158,8 @@ _Ancestor = _built(CommittedRound, digest=Text, parent=Text, round=Count, sample
 _Header = Annotated[
     _built(
         Header,
-        optional={"elders": ""},
-        run=Text, schema=Text, round=Count, samples=Count, parents=Parents, members=_Members, mean=Text,
+        optional={"elders": "", "group": ""},
+        run=Text, schema=Text, round=Count, samples=Count, parents=Parents, members=_Members, mean=Text, group=Text,
         elders=Annotated[str, StringConstraints(strict=True, max_length=ELDERS_KEPT * ELDER_CHARACTERS, pattern="^[0-9a-f]*$")],
         included=Annotated[dict[Text, Count], BeforeValidator(_not_too_many)],
         ancestors=Annotated[tuple[_Ancestor, ...], Field(max_length=ANCESTORS_KEPT)],

@@ -34,7 +34,7 @@ from swarm.tasks import end_tasks, within
 
 log = logging.getLogger(__name__)
 
-REDUCE = "distributed-diffusion.reduce.3"
+REDUCE = "distributed-diffusion.reduce.4"
 _WINDOW = 8
 PARTS_OF_A_SENDER = _WINDOW + 1
 """How many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
@@ -87,6 +87,8 @@ class Mean:
     """Reducer -> the hashes of the parts that we sent for its share, ours included; likewise."""
     inputs: tuple[Input, ...] = field(default=(), compare=False)
     """What members signed of what they sent for our share; likewise."""
+    group: str = field(default="", compare=False)
+    """The name of the group that made it, for the state's header; likewise."""
     excerpts: Excerpts | None = field(default=None, compare=False)
     """What some members sent for our share, where an auditor drew them."""
 
@@ -152,7 +154,8 @@ class Averager:
             await end_tasks(*tasks)
         run.traffic.seconds = clock() - began
         inputs = reduction.signed_inputs if reduction is not None else ()
-        return Mean(run.result, add_up(run.squares), run.traffic, run.shares, run.sent, inputs, excerpts)
+        name = group.id if self._seals is not None else ""
+        return Mean(run.result, add_up(run.squares), run.traffic, run.shares, run.sent, inputs, name, excerpts)
 
     def _as_lost(self, error: Exception, run: "Run", reduction: "Reduction | None") -> PeerLost:
         if isinstance(error, PeerLost):

@@ -62,7 +62,7 @@ class OuterStep:
     def __call__(self, parent: State, mean: Mean, members: Collection[Member], into: SharedBuffer | None = None) -> State:
         """The state after `parent`, in the memory of `into`, which may be the parent's. Raises ValueError, UserError (disk)."""
         into = into or self.buffers.shared(parent.buffer.num_bytes)
-        return advance(parent, members, mean.encoded, mean.square_norm, self.strategy, self.wire, into)
+        return advance(parent, members, mean.encoded, mean.square_norm, self.strategy, self.wire, into, mean.group)
 
 
 @dataclass(frozen=True)

@@ -188,9 +188,9 @@ class Final:
 
 @dataclass(frozen=True)
 class Proven:
-    """Proofs that peers lied about a mean, for the dataset server."""
+    """What is proven of peers that lied about a mean, for the dataset server."""
 
-    proofs: list[Mapping[str, Any]]
+    accusations: list[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ from swarm.life import answer_with_stacks
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 from swarm.members import Members, read_membership
-from swarm.proofs import AnyProof, Proof
+from swarm.proofs import Proof
 from swarm.run_config import RunConfig
+from swarm.wrong_states import MOST_BEHIND, Accusation
 
 log = logging.getLogger("peer.sync.engine.trainer.sidecar")  # __name__ is "__main__" here, whose lines nobody sees
 _OURS = [Path(__file__).resolve().parents[4] / part for part in ("peer", "swarm")]
@@ -62,8 +63,8 @@ class TrainerLine:
 
     def __init__(self, port: Port):
         self._port, self._last_seen, self._has_spoken = port, 0.0, False
-        self._accused: set[str] = set()
-        """Of whom the trainer has a proof."""
+        self._accused: set[tuple[type, str]] = set()
+        """Of whom the trainer has a proof, and a state."""
         self._queue: deque[Message] = deque()
 
     def send(self, message: Message) -> None:
@@ -89,13 +90,13 @@ class TrainerLine:
             self._last_seen = now
             self.send(Seen(values()))
 
-    def proven(self, proofs: Collection[AnyProof]) -> None:
-        """One of each accused, once: each start tells of those on the disk as well."""
-        news = [proof for proof in proofs if proof.accused not in self._accused]
-        # One of a wrong mean takes as much room as a message has.
-        if news := [proof for proof in news if isinstance(proof, Proof)][:_PROOFS_AT_ONCE] or news[:1]:
-            self._accused |= {proof.accused for proof in news}
-            self.send(Proven([asdict(proof) for proof in news]))
+    def proven(self, accusations: Collection[Accusation]) -> None:
+        """One of a kind of each accused, once: each start tells of those on the disk as well."""
+        news = [each for each in accusations if (type(each), each.accused) not in self._accused]
+        # One of a wrong mean, or of a state, takes as much room as a message has.
+        if news := [each for each in news if isinstance(each, Proof)][:_PROOFS_AT_ONCE] or news[:1]:
+            self._accused |= {(type(each), each.accused) for each in news}
+            self.send(Proven([asdict(each) for each in news]))
 
 
 def main(descriptor: int) -> int:
@@ -211,7 +212,8 @@ def _replica(
     state = State(read_header(start.header), start.state)
     clock = asyncio.get_running_loop().time
     bans = Bans(run, start.host_key, words_of(start.bans), path=folder / "state" / "bans.json", clock=clock, rng=rng)
-    store = StateStore(folder / "state", bans=bans, wall=wall, buffers=buffers_on(start.state_on, folder / "state"))
+    recent = MOST_BEHIND if run.members_of else 0  # elsewhere no mean is proven wrong
+    store = StateStore(folder / "state", bans=bans, recent=recent, wall=wall, buffers=buffers_on(start.state_on, folder / "state"))
     stored = store.load(state.header.run, state.header.schema, start.state.num_bytes, run.target_batch_size)
     if stored is not None and better(Head.of(stored), Head.of(state)):
         log.info("going on from round=%d state=%s on disk", stored.header.round, stored.digest[:8])
@@ -268,7 +270,7 @@ async def _until_stopped(replica: Replica, line: TrainerLine, port: Port, stop: 
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             line.flush()
-            line.proven(replica.members.proofs.all)
+            line.proven(replica.accusations())
             line.pulse()
             met.write(replica.book.addresses.values())
 

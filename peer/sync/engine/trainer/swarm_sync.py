@@ -53,8 +53,8 @@ from peer.sync.engine.vectors import Schema, flatten
 from swarm import advice, bans, files, members
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
-from swarm.proofs import PROOFS, AnyProof
 from swarm.records import CATCHING_UP, DONE
+from swarm.wrong_states import ACCUSATIONS, Accusation
 
 log = logging.getLogger(__name__)
 
@@ -341,8 +341,8 @@ class SwarmSync:
                 self._news.final_rounds.append(message.committed_round)
                 self._work.final(message.digest, message.round)
                 self._news.final += self._work.take_done()
-            case Proven(proofs):
-                self._news.proven += PROOFS.validate_python(proofs)
+            case Proven(accusations):
+                self._news.proven += ACCUSATIONS.validate_python(accusations)
             case Extended(extension):
                 self._end.extend(extension)
                 self._told_extension = self._end.extension
@@ -450,7 +450,7 @@ class _News:
         self.final: list[int] = []
         self.dropped: list[int] = []
         self.final_rounds: list[CommittedRound] = []
-        self.proven: list[AnyProof] = []
+        self.proven: list[Accusation] = []
 
     def report(self, *, wait: bool, done: bool) -> SyncReport:
         if self.frozen in self.dropped:  # lost before its number was told: to whoever keeps the books, its samples are still open ones

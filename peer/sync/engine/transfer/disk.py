@@ -28,6 +28,7 @@ class StateStore:
     """The best `keep` states under `folder`, a chunk file each: its line is the header and the digest, its bytes are the tensors'.
 
     older: keep two older ones as well, where there is room, to go back to: one between one and two times OLDER_SECONDS old, and the next such.
+    recent: how many behind the best to keep as well, where there is room: for a round that the dataset server discards (docs/decisions/0031).
     bans: the host's words, which may discard states; wall: as files are dated; buffers: make the memory that states are read into. Raises
     UserError (disk) when the folder cannot be made.
     """
@@ -39,10 +40,12 @@ class StateStore:
         bans: Bans | None = None,
         *,
         older: bool = True,
+        recent: int = 0,
         wall: Callable[[], float] = time.time,
         buffers: Buffers = IN_MEMORY,
     ):
         self.folder, self.keep, self._keeps_older, self._wall, self.buffers = folder, keep, older, wall, buffers
+        self._recent = recent
         self.forsaken = False
         """Whether a state was passed over because it is discarded."""
         try:
@@ -87,15 +90,16 @@ class StateStore:
         return path
 
     def _older(self, behind: Sequence[Path]) -> list[Path]:
-        """Of the states behind the best: the youngest that is old enough to go back to, and the oldest of the others, which will be."""
+        """Of the states behind the best: the next ones; of the rest the youngest that is old enough to go back to, and the oldest of the others,
+        which will be."""
         try:
             if not (behind and self._keeps_older) or files.free_bytes(self.folder) < _OLDER_NEED_FREE * behind[0].stat().st_size:
                 return []
-            ages = sorted((self._wall() - path.stat().st_mtime, path) for path in behind)
+            ages = sorted((self._wall() - path.stat().st_mtime, path) for path in behind[self._recent :])
         except OSError:  # the next save looks again
             return []
         old = [path for age, path in ages if age >= OLDER_SECONDS]
-        return [*old[:1], *[path for age, path in ages if age < OLDER_SECONDS][-1:]]
+        return [*behind[: self._recent], *old[:1], *[path for age, path in ages if age < OLDER_SECONDS][-1:]]
 
     def open(self, digest: str) -> ChunkFile | None:
         """The file of that state; None when it is not here."""

@@ -132,7 +132,7 @@ class MeanOf:
         self._digest, self._num_bytes, self._like, self._buffers = digest, num_bytes, like, buffers
         self._encoded: Tensor | None = None
         self.members: tuple[Member, ...] = ()
-        self._square_norm = 0.0
+        self._square_norm, self._group = 0.0, ""
 
     def prove(self, offer: MeanOffer, payload: bytes) -> tuple[bytes, ...]:
         border = len(self._like.chunk_hashes) * HASH_BYTES
@@ -142,7 +142,7 @@ class MeanOf:
             raise Lied("a mean of another kind")
         if len(hashes) != -(-self._num_bytes // CHUNK_BYTES) or mean_digest(square_norm, hashes) != manifest.header.mean:
             raise Lied("another mean than the one that made the state")
-        self.members, self._square_norm = manifest.header.members, square_norm
+        self.members, self._group, self._square_norm = manifest.header.members, manifest.header.group, square_norm
         return hashes
 
     def target(self) -> Tensor:
@@ -157,7 +157,7 @@ class MeanOf:
 
     def mean(self) -> Mean:
         """Once all chunks are there."""
-        return Mean(self._encoded, self._square_norm)
+        return Mean(self._encoded, self._square_norm, group=self._group)
 
 
 Step = Callable[[State, Mean, Sequence[Member], SharedBuffer | None], State]
