@@ -91,7 +91,7 @@ class Swarm:
         return torch.sin(self._phases + 2 * math.pi * self._at / PERIOD_SECONDS)
 
     def learned(self, sign: int, steps: int) -> Tensor:
-        """What so many steps towards the target move, or towards its opposite (-1)."""
+        """What `steps` steps move towards the target (1), or towards its opposite (-1)."""
         return (sign * self.target() - self._state) * (1 - (1 - RATE) ** steps)
 
     def round(self) -> float:
