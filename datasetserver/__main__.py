@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from swarm.options import build, nearest, parse_flags, read_toml
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from swarm.subsets import folders_of
+
+log = logging.getLogger(__name__)
 
 _EXAMPLES = """examples:
   %(prog)s --dataset PICTURES --model MODEL                 serve a run to this machine
@@ -52,7 +55,7 @@ def _main(argv: Sequence[str]) -> None:
     import uvloop
 
     from datasetserver import server
-    from datasetserver.founding import check_host_key, run_to_serve, with_dataset
+    from datasetserver.founding import advice, check_host_key, run_to_serve, with_dataset
     from datasetserver.ledger import collect_seldom, stored_run
     from swarm.listening import listen
     from swarm.logs import setup_logging
@@ -78,6 +81,8 @@ def _main(argv: Sequence[str]) -> None:
         run = with_dataset(run, data.first) if run else None
         if run and not begun and config.for_members:
             run = dataclasses.replace(run, members_of=key.public)
+            if said := advice(run):
+                log.info("%s", said)
         uvloop.run(server.serve(config, run, data, work_dir, sock, guard, key))
 
 

@@ -14,6 +14,7 @@ from swarm.errors import UserError
 from swarm.founding import check_digest, check_founding, check_model, with_beginning, with_defaults, with_family, with_noise
 from swarm.options import build
 from swarm.protocol import MAX_RUN_BYTES
+from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
 from swarm.run_identity import PLACES
 from swarm.signing import HostKey
@@ -55,6 +56,16 @@ def with_dataset(run: RunConfig, dataset_digest: str) -> RunConfig:
     """The run with the dataset's digest, which every peer will check against its own. Raises UserError when it is of another dataset."""
     _check_dataset(run, dataset_digest)
     return replace(run, dataset_digest=dataset_digest)
+
+
+def advice(run: RunConfig) -> str:
+    """What the host of a run that begins should know and can change only now; '' where there is nothing."""
+    if not run.members_of or run.averaging != "mean" or not swarms(run.sync):
+        return ""
+    return (
+        "one member that lies can undo the others' work until you ban it; unless you know all members, found the run with --averaging centered, "
+        "which is for peers of about one speed, and trust three machines (docs/host.md, Members only)"
+    )
 
 
 def check_host_key(run: RunConfig, key: HostKey, work_dir: Path) -> None:

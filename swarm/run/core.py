@@ -49,7 +49,7 @@ class Agreement:
     )
     averaging: str = option(
         "mean",
-        "How three members and more are averaged. centered, for peers of about one speed: what is far from most others counts less, no member more than a third.",
+        "How three members and more are averaged. centered, for members you do not know, of about one speed: what is far from most counts less, none more than a third.",
         choices=("mean", "centered"),
         since="0.1.1", unsaid="mean",
     )

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
+from datasetserver.founding import advice
 from datasetserver.ingest import Policy, ingest
 from swarm.errors import ExitCode
 from swarm.protocol import MAX_RUN_BYTES, PeersAnswer, RunAnswer
@@ -161,3 +162,12 @@ def test_a_run_founded_by_a_peer_is_told_in_the_dht(tmp_path):
         assert find_run(again.initial_peers).run == found.run
     finally:
         assert host.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "is_advised"),
+    [({}, True), ({"averaging": "centered"}, False), ({"sync": "none"}, False), ({"members_of": ""}, False)],
+)
+def test_the_host_of_a_run_for_members_is_told_of_the_other_average(options, is_advised):
+    said = advice(RunConfig(**{"model": "m", "members_of": "k", **options}))
+    assert bool(said) is is_advised and ("--averaging centered" in said) is is_advised

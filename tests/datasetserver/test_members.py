@@ -68,9 +68,10 @@ def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one
 
     until(is_shut_out)
     host.kill()
+    assert "found the run with --averaging centered" in host.stderr
     host.start()  # the run is what it was, also where the flags are others
     assert RunConfig.from_mapping(fetch_run(host.url, token=other).run, where="server") == run
-    assert host.stop() == 0
+    assert host.stop() == 0 and "--averaging" not in host.stderr, "it cannot be changed any more"
     key = host.dataset.with_name("data.datasetserver") / "host.key"
     lost = key.rename(tmp_path / "lost.key")
     with pytest.raises(AssertionError, match=r"is for members of the key .*, and there is none"):

@@ -325,6 +325,31 @@ def test_a_stranger_that_stalls_or_is_absent_has_less_time_than_a_peer_that_we_h
     virtual(scenario)
 
 
+class Later(Averager):
+    """Gives its means a second after it could."""
+
+    async def _reduction(self, group_id):
+        await asyncio.sleep(1.0)
+        return await super()._reduction(group_id)
+
+
+def test_a_strangers_mean_that_comes_a_moment_after_our_own_share_ends_the_wait_for_it(virtual):
+    """The other reducer used to sit out the stranger's whole deadline: 16 s of each first round with a helper, on the toy."""
+
+    async def scenario(nodes):
+        wire = Wire("fp16", 3 * 3 * PART_ELEMENTS)
+        members = await peers(nodes, 3, wire, Later)
+        group, encoded = group_of(members, [1, 1, 1]), constants(wire, 3)
+        (stranger,) = (peer for peer in members if isinstance(peer.averager, Later))
+        others = {peer.id: Strangers(frozenset({stranger.id} - {peer.id}), 20.0) for peer in members}
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await asyncio.gather(*(peer.averager.average(group, mine, others[peer.id]) for peer, mine in zip(members, encoded, strict=True)))
+        assert 1.0 <= clock() - began < 5.0
+
+    virtual(scenario)
+
+
 def test_a_member_that_gives_up_because_of_another_is_not_taken_for_the_culprit(virtual):
     """Its streams end without a word; on those of its own share it says why."""
 

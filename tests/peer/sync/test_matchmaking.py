@@ -189,6 +189,8 @@ def test_followers_are_told_at_once_when_their_leader_has_moved_on(virtual):
 
 
 REFUSED = {
+    # First: whoever sends what no honest peer sends is left out from then on, and refused for that.
+    "a contribution that is in the state": ({"number": 3}, "is in the state already"),
     "a number that no state may hold": ({"number": 20_001}, "no state may hold its contribution's number 20001"),
     "another parent": ({"parent": "q"}, "averages onto q"),
     "no samples": ({"samples": 0}, "0 samples, 1 to 100 are allowed"),
@@ -199,7 +201,6 @@ REFUSED = {
     "a norm beyond any": ({"norm": 1e300}, "norm: Input should be less than or equal to"),
     "number 0": ({"number": 0}, "contribution number 0"),
     "no parent": ({"parent": None}, "parent: Input should be a valid string"),
-    "a contribution that is in the state": ({"number": 3}, "is in the state already"),
 }
 
 
@@ -214,6 +215,7 @@ def test_a_ticket_out_of_bounds_is_refused_with_the_reason(virtual, caplog):
                 await channel.receive(ANYTHING, seconds=60)
             channel.close()
             assert not leader.matchmaker._leading._gathering, what
+        assert leader.company.offences(joiner.id) == 1, "while it is left out, it is not for longer"
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)

@@ -1,6 +1,7 @@
 """What a contribution weighs with the host's receipt and without one, and that nobody gains by a false one."""
 
 import asyncio
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,14 @@ import pytest
 from peer.contracts import Member
 from peer.sync.engine.net.messages import Join
 from peer.sync.engine.net.streams import PeerLost
+from peer.sync.engine.round import arrivals
 from peer.sync.engine.round.groups import Group, NoGroup, Standing, Ticket, group_of, ticket_of
+from peer.sync.engine.round.leading import JOIN
 from peer.sync.engine.state import Head
 from swarm.receipts import Receipts, sign_receipt
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
-from tests.peer.sync.swarm_tools import ticket
+from tests.peer.sync.swarm_tools import ANYTHING, ticket, until
 from tests.peer.sync.test_matchmaking import peers
 
 MOST = 100
@@ -139,5 +142,26 @@ def test_over_the_wire_an_unproved_claim_weighs_no_more_than_the_proved_and_a_fa
         liar.brings["receipt"] = sign_receipt(key, run_of(key), liar.id, 1, 9)
         *others, refused = await asyncio.gather(*(peer.form(found) for peer in found), return_exceptions=True)
         assert isinstance(refused, NoGroup) and {len(group.members) for group in others} == {3}
+
+    virtual(scenario)
+
+
+def test_a_leader_waits_no_more_for_one_that_came_with_a_false_receipt_and_leaves_it_out(key, receipts, virtual):
+    """It used to wait for as long as it grants to that peer, and granted more each time: the row member-over-claimed took 15 of 36 rounds."""
+
+    async def scenario(nodes):
+        leader, other, liar = await peers(nodes, 3, receipts=receipts)
+        leader.company.averaged([liar.id])
+        coming = asyncio.gather(leader.form([other, liar]), other.form([leader]))
+        await until(lambda: leader.matchmaker._leading._gathering and other.id in leader.matchmaker._leading._gathering.waiting)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        with contextlib.closing(await liar.streams.open(leader.id, JOIN)) as channel:
+            await channel.send(Join(parent="p", number=1, samples=8, norm=1.0, receipt="0" * 128), seconds=60)
+            with pytest.raises(PeerLost, match="host did not sign its receipt"):
+                await channel.receive(ANYTHING, seconds=60)
+        group, _ = await coming
+        assert {member.peer for member in group.members} == {leader.id, other.id} and leader.company.left_out(liar.id)
+        assert clock() - began < arrivals.UNKNOWN_SECONDS / 2 and liar.id not in leader.matchmaker._leading._arrivals._late
 
     virtual(scenario)

@@ -30,7 +30,7 @@ from peer.sync.engine.round.share_seals import Given, SealedShare, ShareSeals, p
 from peer.sync.engine.vectors import Reused
 from swarm.slices import tree_digest
 from swarm.statements import Input
-from swarm.tasks import end_tasks, within
+from swarm.tasks import end_tasks, set_within, within
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,8 @@ class Averager:
         while waited := {peer: max(run.last_mean.get(peer, 0.0), began) for peer in run.missing if peer in run.strangers.peers}:
             if slow := sorted(peer for peer, since in waited.items() if loop.time() >= since + seconds):
                 raise PeerLost(f"{names(slow)} gave no mean for {seconds:.0f} s", slow)
-            await asyncio.sleep(min(waited.values()) + seconds - loop.time())
+            run.news.clear()
+            await set_within(min(waited.values()) + seconds - loop.time(), run.news)
 
     async def _reduce_own(self, reduction: "Reduction", run: "Run") -> None:
         if run.mine is not None:

@@ -149,11 +149,12 @@ class Leading:
         self._gathering = None
         self._send_away(gathering, ticket)
         late = set(coming) - set(gathering.waiting)
-        strangers = {peer for peer in late if self._company.is_stranger(peer)}
+        in_vain = {peer for peer in late if self._company.left_out(peer)}
+        strangers = {peer for peer in late - in_vain if self._company.is_stranger(peer)}
         seen.too_slow(strangers)
         if not gathering.waiting and not alone_if_nobody_joins:
             raise seen.no_group(f"nobody came ({len(coming)} had promised to, {len(seen.silent)} did not answer)", coming)
-        for peer in late:
+        for peer in late - in_vain:
             self._arrivals.missed(peer)
             log.info("closed without %s: it did not come within %.1f s", peer[-6:], due[peer])
         tickets = self._with_roles([ticket, *(joined for joined, _ in gathering.waiting.values())])
@@ -174,7 +175,8 @@ class Leading:
             for peer in (set(coming) & set(gathering.waiting)) - there:
                 self._arrivals.came(peer, now - began - coming[peer])
             there |= set(gathering.waiting)
-            missing = [began + seconds for peer, seconds in due.items() if peer not in gathering.waiting and began + seconds > now]
+            awaited = [peer for peer in due if peer not in gathering.waiting and not self._company.left_out(peer)]
+            missing = [until for peer in awaited if (until := began + due[peer]) > now]
             if not missing:
                 return
             gathering.changed.clear()
@@ -206,7 +208,7 @@ class Leading:
     async def _answer_join(self, channel: Channel) -> None:
         try:
             join, _ = await channel.receive(Join, seconds=ANSWER_SECONDS)
-            standing, ticket = self._standing(channel.peer), ticket_of(join, channel.peer, self._max_samples, self._receipts)
+            standing, ticket = self._standing(channel.peer), self._ticket(join, channel.peer)
             if reason := self._refusal(ticket, standing):
                 raise PeerLost(reason)
         except PeerLost as error:
@@ -229,6 +231,17 @@ class Leading:
         finally:
             if gathering.waiting.get(channel.peer, (None, None))[1] is answer:
                 del gathering.waiting[channel.peer]
+
+    def _ticket(self, join: Join, peer: str) -> Ticket:
+        """What `peer` brings. Raises PeerLost; then it is left out, and we wait for it no more: the honest read their own tickets first."""
+        try:
+            return ticket_of(join, peer, self._max_samples, self._receipts)
+        except PeerLost:
+            if not self._company.left_out(peer):
+                self._company.blame([peer])
+            if self._gathering is not None:
+                self._gathering.changed.set()
+            raise
 
     @staticmethod
     def _replace(gathering: _Gathering, peer: str, entry: tuple[Ticket, asyncio.Future]) -> None:

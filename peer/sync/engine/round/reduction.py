@@ -69,6 +69,8 @@ class Run:
     """Reducer -> how many means it still owes us."""
     last_mean: dict[str, float] = field(default_factory=dict)
     """Reducer -> when it gave us its last one, by the loop's clock."""
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with each of them, so that nobody sits out the deadline of one that has come."""
     traffic: Traffic = field(default_factory=Traffic)
     shares: dict[str, SealedShare] = field(default_factory=dict)
     """Reducer -> what it signed for us; in a run for members."""
@@ -91,6 +93,7 @@ class Run:
         self.missing[reducer] -= 1
         if not self.missing[reducer]:
             del self.missing[reducer]
+        self.news.set()
 
     def count(self, channel: Channel) -> None:
         self.traffic.up += channel.sent
