@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasetserver import orders, work_folder
 from datasetserver.proven import PROOFS_FILE, Proven
-from datasetserver.wrong_states import read_wrong
+from datasetserver.wrong_states import read_wrong, said_of
 from swarm import files
 from swarm.arguments import ArgumentParser
 from swarm.bans import STATE, TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
@@ -76,8 +76,11 @@ def say(
     work_dir: Path, run: RunConfig, about: str, *, banned: bool, trusted: bool = False, reason: str = "", clock: Callable[[], float] = time.time
 ) -> HostWord:
     """Put the word about a peer or a state into the file, and return it. Raises UserError when there is no room for it or the disk does not take it."""
-    with files.locked(work_dir / _LOCK):  # the server says words, too
-        return _said(work_dir, run, about, banned, trusted, reason, clock)
+    try:
+        with files.locked(work_dir / _LOCK):  # the server says words, too
+            return _said(work_dir, run, about, banned, trusted, reason, clock)
+    except OSError as error:
+        raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
 
 
 def _said(work_dir: Path, run: RunConfig, about: str, banned: bool, trusted: bool, reason: str, clock: Callable[[], float]) -> HostWord:
@@ -95,10 +98,7 @@ def _said(work_dir: Path, run: RunConfig, about: str, banned: bool, trusted: boo
         clock=lambda: max(clock(), (latest + 1) / 1000),  # a clock that was put back
     )  # fmt: skip
     bans.hear([word])
-    try:
-        write_words(work_dir / orders.BANS, bans.words)
-    except OSError as error:
-        raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
+    write_words(work_dir / orders.BANS, bans.words)
     return word
 
 
@@ -116,7 +116,7 @@ def _ledger(work_dir: Path) -> tuple[RunConfig, Counter[str], dict[str, str], di
         samples: Counter[str] = Counter()
         for contribution in store.contributions():
             samples[contribution.peer] += contribution.samples if contribution.live else 0
-        return run, samples, dict(store.tokens_of_peers()), {accused: str(wrong) for accused, wrong in read_wrong(store).items()}
+        return run, samples, dict(store.tokens_of_peers()), said_of(read_wrong(store))
 
 
 def _lines(samples: Counter[str], tokens: dict[str, str], bans: Bans, proven: Mapping[str, str]) -> list[str]:

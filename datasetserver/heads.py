@@ -66,11 +66,12 @@ def lines(work_dir: Path) -> list[str]:
     tips, on_chain = tree.tips(), {state.digest for state in tree.chain()}
     shown = [_line(state, next((s for s in tree.chain(state) if s.digest not in on_chain), None)) for state in tips[:_SHOWN]]
     rest = [f"... and {len(tips) - _SHOWN} more"] if len(tips) > _SHOWN else []
-    proven = [f"wrong {each.digest} round={each.round} by {accused}, left to you: {each.left}" for accused, each in wrong.items() if each.left]
+    left = sorted({(each, accused) for (accused, _), each in wrong.items() if each.left})
+    proven = [f"wrong {each.digest} round={each.round} by {accused}, left to you: {each.left}" for each, accused in left]
     return [*shown, *rest, *proven] or ["no state was reported yet"]
 
 
-def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree, dict[str, Wrong]]":
+def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree, dict[tuple[str, str], Wrong]]":
     """Raises UserError where there is none."""
     from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
     from datasetserver.tree import StateTree

@@ -23,7 +23,8 @@ CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round IN
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS countersigned (name TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS wrong_state (accused TEXT PRIMARY KEY, digest TEXT, round INT, why_left TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS wrong_state
+    (accused TEXT, owner TEXT, digest TEXT, round INT, why_left TEXT, PRIMARY KEY (accused, owner)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS peer_token (peer TEXT PRIMARY KEY, token TEXT) WITHOUT ROWID;
 """
 
@@ -37,7 +38,7 @@ _KEYS = {
     "bridge": (0,),
     "discarded": (0,),
     "countersigned": (0,),
-    "wrong_state": (0,),
+    "wrong_state": (0, 1),
     "peer_token": (0,),
 }
 """Where in a table's row its primary key is."""
@@ -152,12 +153,12 @@ class Store:
     def set_countersigned(self, digest: str) -> None:
         self._put("countersigned", "last", digest)
 
-    def wrong_states(self) -> Iterator[tuple[str, str, int, str]]:
-        """(accused, digest, round, why it is left to the host) of each."""
-        yield from self._db.execute("SELECT accused, digest, round, why_left FROM wrong_state")
+    def wrong_states(self) -> Iterator[tuple[str, str, str, int, str]]:
+        """(accused, owner of who showed it, digest, round, why it is left to the host) of each."""
+        yield from self._db.execute("SELECT accused, owner, digest, round, why_left FROM wrong_state")
 
-    def set_wrong_state(self, accused: str, digest: str, number: int, why_left: str) -> None:
-        self._put("wrong_state", accused, digest, number, why_left)
+    def set_wrong_state(self, accused: str, owner: str, digest: str, number: int, why_left: str) -> None:
+        self._put("wrong_state", accused, owner, digest, number, why_left)
 
     # -- whose token a peer came with first
 

@@ -5,6 +5,7 @@ have what was before it. What is older, or cannot be told from another state, is
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ MOST_WORDS = MOST_BANS // 2
 """The server takes no place for a word of its own beyond these: those that lie must not keep the host from banning others."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Wrong:
     """left: why it was left to the host; '' where it was discarded."""
 
@@ -38,22 +39,26 @@ class Wrong:
 
 
 class WrongStates:
-    """Of each accused the state that its wrong mean made, kept in the ledger: there is one proof of each, and the first state that is shown counts."""
+    """The states that wrong means made, by their accused and who showed them, kept in the ledger. Of each accused one owner shows one state: a liar
+    may show one that it has made up, and must not keep others from showing the right one."""
 
     def __init__(self, store: Store, tree: StateTree):
         self._store, self._tree, self._known = store, tree, read_wrong(store)
 
     def all(self) -> dict[str, str]:
-        """Accused -> what became of the state that it made, for the host."""
-        return {accused: str(wrong) for accused, wrong in self._known.items()}
+        """Accused -> what became of the states that it made, for the host."""
+        return said_of(self._known)
 
-    def judge(self, accused: str, digest: str, number: int, *, room: bool = True) -> str:
+    def judge(self, accused: str, owner: str, digest: str, number: int, *, room: bool = True) -> str:
         """Take note of the state of round `number`; why it is left to the host, for good, or '' if it is to be discarded. room: for one more word."""
-        wrong = self._known.get(accused)
-        if wrong is None or (wrong.digest == digest and not wrong.left):  # the second: we ended before the word was said
-            wrong = self._known[accused] = Wrong(digest, number, self._fault(digest, number, room))
-            self._store.set_wrong_state(accused, wrong.digest, wrong.round, wrong.left)
-        return wrong.left if wrong.digest == digest else "another state was shown before it"
+        wrong = self._known.get((accused, owner))
+        if wrong is not None and wrong.digest != digest:
+            return "its owner has shown another one before"
+        judged = (each for (one, _), each in self._known.items() if one == accused and each.digest == digest and each.left)
+        wrong = next(judged, None) or Wrong(digest, number, self._fault(digest, number, room))
+        self._known[accused, owner] = wrong
+        self._store.set_wrong_state(accused, owner, wrong.digest, wrong.round, wrong.left)
+        return wrong.left
 
     def _fault(self, digest: str, number: int, room: bool) -> str:
         if not room:
@@ -66,9 +71,17 @@ class WrongStates:
         return ""
 
 
-def read_wrong(store: Store) -> dict[str, Wrong]:
-    """Accused -> the state that it made, as the ledger has it."""
-    return {accused: Wrong(*row) for accused, *row in store.wrong_states()}
+def read_wrong(store: Store) -> dict[tuple[str, str], Wrong]:
+    """(accused, who showed it) -> the state, as the ledger has it."""
+    return {(accused, owner): Wrong(*row) for accused, owner, *row in store.wrong_states()}
+
+
+def said_of(known: Mapping[tuple[str, str], Wrong]) -> dict[str, str]:
+    """Accused -> what became of the states that it made, each once."""
+    texts: dict[str, dict[str, None]] = {}
+    for (accused, _), wrong in sorted(known.items()):
+        texts.setdefault(accused, {})[str(wrong)] = None
+    return {accused: "; ".join(each) for accused, each in texts.items()}
 
 
 async def bury(service: "Service", owner: str, state: WrongState) -> None:
@@ -82,7 +95,7 @@ async def bury(service: "Service", owner: str, state: WrongState) -> None:
     if number is None:
         return
     room = len(service.bans.words) < MOST_WORDS
-    if left := await service.ledger.call(lambda book: book.wrong.judge(state.accused, state.digest, number, room=room)):
+    if left := await service.ledger.call(lambda book: book.wrong.judge(state.accused, owner, state.digest, number, room=room)):
         log.warning("a wrong mean of %s made state %s of round %d, which is left to you: %s", state.accused, state.digest, number, left)
         return
     try:

@@ -1,5 +1,6 @@
 """`dd-datasetserver ban`, `unban` and `members`: whom the host keeps out of its run."""
 
+import fcntl
 import json
 
 import pytest
@@ -55,6 +56,22 @@ def work_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(bans, "_ledger", lambda folder: (run, bans.Counter({"QmAAAAAAonePeer": 30, "QmBBBBBBanother": 7}), {"QmBBBBBBanother": "bob"}, {}))
     HostKey(tmp_path / "host.key")
     return tmp_path
+
+
+def test_a_word_is_said_while_no_other_program_says_one(work_dir, monkeypatch):
+    """The server and a command would each write a file without the other's word."""
+    held = []
+
+    def write_words(path, words):
+        with open(work_dir / "run_bans.lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.append(path.name)
+
+    monkeypatch.setattr(bans, "write_words", write_words)
+    word = bans.say(work_dir, RunConfig(model="x"), "f" * 64, banned=True, reason="a wrong mean")
+    assert held == ["run_bans.json"] and (word.about, word.banned, word.reason) == ("f" * 64, True, "a wrong mean")
+    with open(work_dir / "run_bans.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_members_are_listed_the_busiest_first_with_their_tokens(work_dir, capsys):

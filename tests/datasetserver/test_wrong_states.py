@@ -147,10 +147,15 @@ def test_no_other_state_is_discarded():
     assert server.show(dataclasses.replace(server.shown, accused=key("mallory").peer_id)) == []
 
 
-def test_one_proof_discards_one_state():
+def test_a_liar_that_shows_a_state_of_its_own_making_first_keeps_nobody_from_showing_the_right_one():
     server = Server()
-    assert server.show() == [server.shown.digest]
-    assert server.show(wrong_state(server.proof, round=3, samples=25)) == [server.shown.digest], "one that its liar made up for that group"
+    made_up = [wrong_state(server.proof, round=3, samples=samples) for samples in (25, 26, 27)]
+    for each in made_up:
+        server.show(each, owner="token mallory")
+    assert server.discarded == [made_up[0].digest], "one of each owner"
+    assert server.show() == server.show() == [made_up[0].digest, server.shown.digest]
+    server.boot()
+    assert server.book.wrong.all()[LIAR].count("which is discarded") == 2
 
 
 def test_a_state_that_peers_would_take_for_another_is_left_to_the_host():

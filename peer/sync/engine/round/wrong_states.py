@@ -5,10 +5,10 @@ from collections import deque
 from peer.sync.engine.state import State
 from peer.sync.engine.transfer.download import Manifest
 from swarm.proofs import Proofs
-from swarm.wrong_states import MOST_BEHIND, WrongState, group_of
+from swarm.wrong_states import WrongState, group_of
 
-_KEPT = MOST_BEHIND + 2
-"""Our newest state and those before it: one more than the server discards, for it may be a round behind."""
+_KEPT = 16
+"""Of our states, the newest: more than the server discards, for what is shown too late the host hears of."""
 
 
 class WrongStates:
