@@ -28,6 +28,7 @@ from swarm.errors import ExitCode, UserError, circumstances, run_program, tell_e
 from swarm.life import Life  # noqa: E402
 from swarm.lifeline import die_with_parent  # noqa: E402
 from swarm.logs import setup_logging  # noqa: E402
+from swarm.subsets import folders_of  # noqa: E402
 
 log = logging.getLogger("peer.finetune")
 
@@ -64,6 +65,8 @@ def _train(peer: PeerConfig, given: dict) -> int:
     alive("starting")
     asked = Stop().listen()
     stop = alive.while_asked(asked)
+    if rank.index == 0:
+        _check_pictures(peer)
     device = choose_device(peer.device, rank)
     threads = set_threads(peer.num_threads, rank, bind=device.type == "cpu")
     if device.type == "cpu" and (advice := keep_freed_memory()):
@@ -112,6 +115,13 @@ def _train(peer: PeerConfig, given: dict) -> int:
             alive("uploading")
             push(folder, repository, peer.hub_token)
     return ExitCode.OK
+
+
+def _check_pictures(peer: PeerConfig) -> None:
+    """Raises UserError where the pictures are not there, before a model is fetched and loaded for them. Rank 0's: others need not have them."""
+    for folder in folders_of(Path(peer.train_data_dir)) if peer.train_data_dir else ():
+        if not folder.is_dir():
+            raise UserError(f"There is no folder {folder}.", fix="Check --train_data_dir.")
 
 
 def _prepare_hub(peer: PeerConfig) -> str:

@@ -94,7 +94,7 @@ def list_folder(
     Raises UserError when the folder is missing or has no picture.
     """
     if not folder.is_dir():
-        raise UserError(f"There is no folder {folder}.", fix="Give a folder of pictures with a .txt beside each as --dataset.")
+        raise UserError(f"There is no folder {folder}.", fix="Check the path: a folder of pictures, each with a .txt beside it.")
     pairs: list[Pair] = []
     rows: dict[str, Row] = {}
     for place, names in _walk(folder, without):

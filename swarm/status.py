@@ -221,6 +221,7 @@ class _Visitor:
 
     def close(self) -> None:
         self._leave()
+        self._loop.run_until_complete(end_tasks(*asyncio.all_tasks(self._loop)))  # hivemind's node leaves one that sleeps for 5 s
         self._loop.close()
 
 

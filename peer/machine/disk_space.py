@@ -60,9 +60,8 @@ def check_space(folder: Path, needed: Mapping[str, float]) -> tuple[bool, str]:
     free = shutil.disk_usage(folder).free
     least = needed["a checkpoint beside the last one"] + needed["the result"] + SPARE_BYTES
     total = sum(needed.values()) + SPARE_BYTES
-    items = ", ".join(f"{name} {size(count)}" for name, count in needed.items() if count)
+    items = ", ".join(f"{name} {size(count)}" for name, count in (*needed.items(), ("left for other programs", SPARE_BYTES)) if count)
     told = f"{folder} has {size(free)} free, and this run needs up to {size(total)} ({items})"
     if free < least:
-        fix = "Free some space, choose another --output_dir, or lower --checkpoints_total_limit."
-        raise UserError(f"{told}.", fix=fix, code=ExitCode.DISK)
+        raise UserError(f"{told}, {size(least)} at least.", fix="Free some space, or choose another --output_dir.", code=ExitCode.DISK)
     return free >= total, told

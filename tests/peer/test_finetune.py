@@ -120,6 +120,7 @@ def test_dry_run_prints_both_configurations_and_starts_nothing(flags, tmp_path):
     [
         (["--train_batchsize", "4"], r"Unknown flag --train_batchsize\. Did you mean '--train_batch_size'\?"),
         (["--train_data_dir", "/nowhere"], r"There is no folder /nowhere\."),
+        (["--train_data_dir", "/nowhere", "--model", "/no/model"], r"There is no folder /nowhere\. Check --train_data_dir\."),
         (["--model", "/nowhere"], r"There is no model /nowhere\."),
         (["--resolution", "18"], r"resolution is 18, but this model needs a multiple of 4\. Use 16\."),
         (["--sync", "parameters"], r"--sync parameters needs a swarm"),

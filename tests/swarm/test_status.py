@@ -1,6 +1,7 @@
 """dd-status against a real dataset server, a real DHT, and servers that are something else."""
 
 import asyncio
+import codecs
 import contextlib
 import http.server
 import io
@@ -342,7 +343,8 @@ class Terminal:
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
         self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True)
         os.close(theirs)
-        self.text, self.poll = "", select.poll()  # select() takes no descriptor beyond 1,023
+        self.text, self._decode = "", codecs.getincrementaldecoder("utf-8")().decode  # a read may end within a letter
+        self.poll = select.poll()  # select() takes no descriptor beyond 1,023
         self.poll.register(self.fd, select.POLLIN)
 
     def until(self, words: str, seconds: float = 60) -> None:
@@ -351,7 +353,7 @@ class Terminal:
             assert time.monotonic() < deadline, f"no {words!r} in {self.text[-2000:]!r}"
             if self.poll.poll(200):
                 with contextlib.suppress(OSError):  # the other end is closed
-                    self.text += os.read(self.fd, 65536).decode()
+                    self.text += self._decode(os.read(self.fd, 65536))
 
     def close(self) -> None:
         self.process.kill()
@@ -411,3 +413,11 @@ def test_a_visitor_of_the_dht_looks_again_and_says_when_nobody_is_there_any_more
         loop.call_soon_threadsafe(loop.stop)
         living.join(10)
         loop.close()
+
+
+def test_a_visitor_that_leaves_ends_what_a_library_left_in_its_loop():
+    """Else the last words of dd-status are Python's: "Task was destroyed but it is pending!"."""
+    visitor = status._Visitor(["/ip4/127.0.0.1/tcp/1/p2p/QmPeer"], "", 1)
+    left = visitor._loop.create_task(asyncio.sleep(1000))
+    visitor.close()
+    assert left.cancelled() and visitor._loop.is_closed()

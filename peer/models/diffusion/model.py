@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -108,7 +109,8 @@ class DiffusionModel:
     def pack(self, precision: str, device: torch.device, *, hold: Hold | None = None) -> None:
         """Hold the linear layers of the denoiser's blocks in fewer bits, on `device` or where `hold` keeps them. Before `place`, of a denoiser that is not trained."""
         self._packed, error = pack(self.denoiser, self.facts.layers.all, precision, device, hold)
-        log.info("base_precision=%s layers=%d, whose weights differ from the model's by %.2g of their length", precision, len(self._packed), error)
+        if device.type != "meta":  # where memory is counted there are no weights, and nobody has chosen this precision
+            log.info("base_precision=%s layers=%d, whose weights differ from the model's by %.2g of their length", precision, len(self._packed), error)
 
     @contextlib.contextmanager
     def unpacked(self) -> Iterator[None]:
@@ -127,7 +129,9 @@ class DiffusionModel:
         self.denoiser.enable_gradient_checkpointing()
         for name, part in self.parts.items():
             if name in self.facts.text_encoders:
-                part.gradient_checkpointing_enable({"use_reentrant": False})
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # transformers 5 will call it otherwise, 4 knows that name only
+                    part.gradient_checkpointing_enable({"use_reentrant": False})
                 # transformers 5 has a frozen encoder's embeddings ask for gradients: all of it was then computed backwards, and cached nowhere.
                 with contextlib.suppress(AttributeError):  # 4 does not, and has nothing to take back
                     part.disable_input_require_grads()

@@ -62,6 +62,7 @@ def test_options_are_taken_when_a_run_starts_and_one_line_says_which_and_why(tra
     code, said = train("--fit", "auto", "--train_batch_size", "2")
     assert code == ExitCode.OK and said.count("options that fit, by --fit auto:") == 1 and "finished samples=2" in said
     assert " are needed with --train_batch_size 1 --gradient_accumulation_steps 2, " in said
+    assert "base_precision=" not in said, "options that were counted and not taken"
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_begins(train, monkeypatch):

@@ -32,7 +32,7 @@ def test_what_a_run_writes_is_counted_by_what_it_is_for():
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_training(tmp_path, free):
     free(15)
-    with pytest.raises(UserError, match=r"15 GB free.*checkpoint beside the last one 12 GB") as refused:
+    with pytest.raises(UserError, match=r"15 GB free.*checkpoint beside the last one 12 GB.*left for other programs 67\.1 MB\), 16\.1 GB at least\. ") as refused:
         check_space(tmp_path, NEEDED)
     assert refused.value.code == ExitCode.DISK
     free(40)
