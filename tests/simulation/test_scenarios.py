@@ -83,13 +83,13 @@ class BehindRouters(World):
 
 
 def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
-    outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.03)).play()
+    outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.015)).play()
     assert_holds(outcome)
     assert outcome.adopted["averaged"] >= 3
 
 
 def test_a_gap_in_what_the_server_knows_is_closed_by_those_who_come_back():
-    world = World(Scenario(5, peers=1, hours=0.06, strikes=parse_strikes("relief@30/0(rounds=12,seconds=20)")))
+    world = World(Scenario(5, peers=1, hours=0.03, strikes=parse_strikes("relief@30/0(rounds=12,seconds=20)")))
     outcome, book = world.play(), world.server.book
     assert_holds(outcome)
     told = [state.round for state in book.tree]  # in the order in which the server heard of them
@@ -115,7 +115,7 @@ def test_a_damaged_state_is_passed_over_and_the_one_before_it_goes_on(how):
 @pytest.mark.parametrize("then", [";rot@45/1(what=/bans.json,how=end,seconds=1)", ";server@30.2/0(seconds=30)"])
 def test_what_the_host_discards_is_in_no_later_state(then):
     """In the first row all hear of it at once, and what the server noted of it is damaged later."""
-    world = World(Scenario(4, peers=3, hours=0.02, assistants=1, strikes=parse_strikes(f"discard@30/0{then}")))
+    world = World(Scenario(4, peers=3, hours=0.02, assistants=1, step_seconds=(1.0, 1.0, 1.0), strikes=parse_strikes(f"discard@30/0{then}")))
     outcome = world.play()
     assert_holds(outcome)
     (forged,) = world.server.bans.discarded
@@ -146,7 +146,7 @@ class Judged(World):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_peer_that_the_host_bans_ends_with_the_reason_and_the_others_go_on(seed):
     """It hears so from the server or from a peer, whichever comes first; what it had leased is trained by others, and every sample is accounted for."""
-    world = Judged(Scenario(seed=seed, peers=4, hours=0.02))
+    world = Judged(Scenario(seed=seed, peers=4, hours=0.012))
     outcome = world.play()
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert "banned this peer: it lies" in world.ended
@@ -206,7 +206,7 @@ class Renewing(World):
 
 
 def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
-    world = Renewing(Scenario(seed=9, peers=3, hours=0.02, faults=(), members=True))
+    world = Renewing(Scenario(seed=9, peers=3, hours=0.012, faults=(), members=True))
     assert_holds(world.play())
     shown = {peer: versions[-1].record.membership.until for peer, versions in world.records._versions.items()}
     assert len(shown) == 3 and shown == world.renewed
