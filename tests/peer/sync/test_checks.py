@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 
+import peer.sync.engine.round.checks as checks_module
 from peer.sync.engine.codec import PART_ELEMENTS
 from peer.sync.engine.net.messages import Look, Looked, Sought, WrongMeans
 from peer.sync.engine.net.streams import PeerLost, Refused
@@ -149,6 +151,30 @@ def test_a_checker_whose_own_contribution_is_gone_gives_no_verdict_and_lives_on(
         await until(lambda: min(peer.head.header.round for peer in trio) >= at + 5, SECONDS)
         assert not any(peer.failures for peer in trio)
         assert all(checks(peer).looked <= then + 2 for peer, then in zip(trio, before, strict=True)), "what was kept before"
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_short_contribution_is_shown_also_when_its_trainer_has_frozen_the_next_one_at_once(virtual, key, monkeypatch, copied):
+    """Seen in the simulator: of 47 checks in a swarm whose rounds follow at once none had all that it needs."""
+    if not copied:
+        monkeypatch.setattr(checks_module, "_COPIED_BYTES", 100)
+
+    async def scenario(nodes):
+        trio = await swarm_of(nodes, key, 3)
+
+        def frozen_over(averaged, done, mine):
+            memory = mine.clone()
+            averaged(done, memory)
+            memory.zero_()
+
+        for peer in trio:
+            checks(peer).averaged = partial(frozen_over, checks(peer).averaged)
+        before, at = [checks(peer).looked for peer in trio], trio[0].head.header.round
+        await until(lambda: min(peer.head.header.round for peer in trio) >= at + 5, SECONDS)
+        more = [checks(peer).looked - then for peer, then in zip(trio, before, strict=True)]
+        assert min(more) > 2 if copied else max(more) <= 2, more
 
     virtual(scenario)
 

@@ -44,7 +44,10 @@ _TRIES = 3
 """How often a peer is asked in one check, and answers one checker: it may commit some seconds after us, and a stream may break."""
 _AGAIN_SECONDS = 3.0
 _KEPT = 2
-"""Groups: a check follows its round at once, and a contribution's memory is used again for the next but one."""
+"""Groups: a check follows its round at once."""
+_COPIED_BYTES = 64 << 20
+"""Of a contribution: 20 ms. Where rounds follow at once, the trainer freezes the next one in that memory before anybody has asked. What is
+longer is on its way for longer than a check takes."""
 _AT_ONCE = 16
 
 
@@ -55,7 +58,7 @@ def is_drawn(lot: str, peers: int) -> bool:
 
 @dataclass(frozen=True)
 class _Kept:
-    """A round that we averaged in. mine: what we brought, in the trainer's memory, which it uses again some rounds later."""
+    """A round that we averaged in. mine: what we brought; if that is long, in the trainer's memory, which it uses again."""
 
     group: Group
     state: str
@@ -140,6 +143,8 @@ class SpotChecks:
         mean, group = done.mean, done.group
         if not mean.shares and not mean.inputs:
             return
+        if mine is not None and mine.numel() <= _COPIED_BYTES:
+            mine = mine.clone()
         kept = _Kept(group, done.state.digest, mine, mean.sent, mean.inputs)
         self._kept.append(kept)
         if not is_checked(self._run, len(group.members)) or len(group.described) > MOST_GROUP_BYTES:
