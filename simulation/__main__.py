@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--until_breach", action="store_true", help="stop at the first seed that breaks something")
     many.add_argument("--cpu_seconds", type=float, default=0.0, help="begin no seed after N seconds of CPU time")
     many.add_argument("--campaign", type=Path, metavar="FILE", help="play mixed worlds until FILE has --seeds of them with --rounds rounds")
+    many.add_argument("--beset", action="store_true", help="of a campaign: only worlds in which somebody means harm")
     many.add_argument("--processes", type=int, default=1, help="of a campaign (default: 1)")
     said = parser.add_argument_group("what is said")
     said.add_argument("--trace", action="store_true", help="print the last lines of what happened also where nothing broke")
@@ -198,7 +199,7 @@ def _campaign(options: argparse.Namespace) -> int:
     from simulation.campaign import campaign, commit, read, summary
 
     began, rounds, played = time.monotonic(), 0, 0
-    for line in campaign(options.campaign, options.seed, options.seeds, options.rounds, options.processes):
+    for line in campaign(options.campaign, options.seed, options.seeds, options.rounds, options.processes, beset=options.beset):
         rounds, played = rounds + line["rounds"], played + 1
         if line["breach"]:
             print(f"BREACH with seed {line['seed']}: {line['breach']}\n  python -m simulation --mixed --seed {line['seed']}", flush=True)

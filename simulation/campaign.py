@@ -95,6 +95,11 @@ def mixed(seed: int) -> Scenario:
     return scenario
 
 
+def is_beset(scenario: Scenario) -> bool:
+    """Whether somebody in it means harm."""
+    return bool(scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean)
+
+
 def played(seed: int) -> dict[str, Any]:
     """What came of that seed's world, as a line of the record."""
     scenario = mixed(seed)
@@ -108,6 +113,7 @@ def played(seed: int) -> dict[str, Any]:
         "liars": scenario.liars,
         "two_faced": scenario.two_faced,
         "wrong_mean": scenario.wrong_mean,
+        "strangers": scenario.strangers,
         "averaging": scenario.averaging,
         "lease_seconds": scenario.lease_seconds,
         "sync": scenario.sync,
@@ -124,17 +130,17 @@ def played(seed: int) -> dict[str, Any]:
     }
 
 
-def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int) -> Iterator[dict[str, Any]]:
+def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int, *, beset: bool = False) -> Iterator[dict[str, Any]]:
     """Play seeds from `first` on until the record has `seeds` of them and `rounds` rounds; yields each line as it is added.
 
-    What the record has already is not played again, so that a campaign goes on where it was interrupted.
+    beset: only those in whose world somebody means harm. What the record has already is not played again, so that a campaign goes on where it was interrupted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     known = read(path)
     if not known:
         _append(path, {"commit": commit(), "kinds": list(KINDS)})
     done, made = {line["seed"] for line in known}, sum(line["rounds"] for line in known)
-    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done)
+    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done and (not beset or is_beset(mixed(seed))))
     while len(done) < seeds or made < rounds:
         mortal = {"initializer": die_with_parent, "initargs": (signal.SIGKILL, os.getpid())}
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), **mortal) as pool:

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
+import simulation.campaign
 from simulation.campaign import KINDS, RARE, campaign, mixed, read, summary
 from simulation.world import STRANGERS
 from tests.datasetserver.hosting import until
@@ -23,6 +25,15 @@ def test_a_seeds_scenario_is_its_own_and_all_kinds_are_drawn():
     assert all((s.total_samples > 0) == ("extend" in s.faults) and s.min_peers <= s.peers for s in scenarios)
     assert {s.sync for s in scenarios} == {"parameters", "diloco", "gradients"} and {s.wire for s in scenarios} == {"fp32", "fp16", "int8", "int4"}
     assert {s.overlap for s in scenarios} == {True, False} and not any(s.overlap and s.sync == "gradients" for s in scenarios)
+
+
+def test_a_beset_campaign_plays_only_worlds_in_which_somebody_means_harm(tmp_path, monkeypatch):
+    monkeypatch.setattr(simulation.campaign, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    monkeypatch.setattr(simulation.campaign, "played", lambda seed: line(seed) | {"rounds": 1})
+    seeds = [each["seed"] for each in campaign(tmp_path / "beset.jsonl", 1, seeds=20, rounds=0, processes=1, beset=True)]
+    worlds = [mixed(seed) for seed in range(1, max(seeds) + 1)]
+    harmful = [s.seed for s in worlds if s.strangers or s.liars or s.two_faced or s.wrong_mean]
+    assert sorted(seeds) == harmful and len(harmful) < len(worlds) / 2
 
 
 def test_a_campaign_goes_on_where_it_was_interrupted_and_when_it_is_killed_leaves_no_process(tmp_path):
