@@ -150,7 +150,7 @@ def test_halves_of_two_and_two_choose_the_branch_with_more_samples_alike(view):
 
 def two_pairs(view):
     """Two and two that each made rounds together, and never one with the other two: what ann sees, which is of the pair with fewer samples."""
-    base, *_, fork = lineage(2, samples=4)
+    *_, fork = lineage(2, samples=4)
     *_, theirs = lineage(3, after=fork, by=("cy", "dan"))
     *_, ours = lineage(2, after=fork)
     ann = view(ours, ["bob"]).sees(record("bob", ours), record("cy", theirs), record("dan", theirs))
