@@ -1,8 +1,10 @@
 """From pixels and captions to what the denoiser is trained on. Nothing that is frozen is computed twice while it is at hand."""
 
 import dataclasses
+import logging
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -12,10 +14,14 @@ from peer.contracts import LatentBatch, Model, PixelBatch, Text
 from peer.samples.caches import Caches
 from swarm.digest import digest_bytes
 
+log = logging.getLogger(__name__)
+
 _TEXT_CACHE_BYTES = 64 << 20
 _LEAST_CAPTIONS = 64
 """Kept also where they take more: eight of FLUX fill 64 MiB (512 states of 4096 numbers each), and then T5 would read the captions of a
 DreamBooth's 20 pictures anew at every step. 64 take 0.5 GiB, beside weights of 34."""
+_SAY_SECONDS = 10.0
+"""On a CPU a VAE takes seconds for a picture, and there is no step before 64 are encoded."""
 
 
 class Encoder:
@@ -48,7 +54,7 @@ class Encoder:
         """
         host = torch.device("cpu")
         told = [self._told(batch.captions, device, host) if texts else None for batch in batches]
-        seen = [self._encode_pixels(batch, host).to(host) for batch in batches]
+        seen = [self._encode_pixels(batch, host).to(host) for batch in _announced(batches)]
         return [
             dataclasses.replace(batch, pixels=None, latents=dict(enumerate(rows)), text=text)
             for batch, rows, text in zip(batches, seen, told, strict=True)
@@ -118,6 +124,17 @@ class Encoder:
             return {}
         found = {caption: self._caches.texts.get(digest_bytes(caption.encode())) for caption in captions}
         return {caption: {name: states.to(device) for name, states in text.items()} for caption, text in found.items() if text}
+
+
+def _announced(batches: Sequence[PixelBatch]) -> Iterator[PixelBatch]:
+    """Each of them; what takes long says every ten seconds how far it is."""
+    total, done, said = sum(len(batch.captions) for batch in batches), 0, time.monotonic()
+    for batch in batches:
+        if time.monotonic() - said >= _SAY_SECONDS:
+            log.info("encoded %d of the next %d pictures", done, total)
+            said = time.monotonic()
+        yield batch
+        done += len(batch.captions)
 
 
 def _shrunk(mask: Tensor, latents: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Shards on this machine's disk: a cache named by content with a size limit, and what is read from one."""
 
+import contextlib
 import logging
 import re
 import tarfile
@@ -62,7 +63,11 @@ class ShardCache:
 
     def make_room(self, needed: int) -> None:
         """Delete the shards that were not used for longest until `needed` more bytes are within the limit."""
-        found = [(path.stat(), path) for path in self._folder.iterdir() if _OURS.fullmatch(path.name)]
+        found = []
+        for path in self._folder.iterdir():
+            if _OURS.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):  # another download of ours has just admitted it
+                    found.append((path.stat(), path))
         excess = sum(status.st_size for status, _ in found) + needed - self._limit
         pinned = set(self._pinned())
         for status, path in sorted(found, key=lambda item: item[0].st_mtime):

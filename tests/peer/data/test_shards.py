@@ -6,6 +6,7 @@ import lzma
 import os
 import random
 import tarfile
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -41,6 +42,16 @@ def test_the_cache_forgets_what_was_not_used_for_longest_and_nothing_that_is_not
     cache.make_room(100)
     assert [cache.get(digest) is not None for digest in digests] == [True, False, True]
     assert (tmp_path / "shards" / "holiday.tar").exists()
+
+
+def test_room_is_made_also_while_another_download_is_admitted(tmp_path, monkeypatch):
+    """Seen once: held-out pictures came in beside the first lease, and the peer ended with "No such file or directory"."""
+    cache = ShardCache(tmp_path, 100)
+    kept, gone = tmp_path / "shards" / f"{'a' * 64}.tar", tmp_path / "shards" / f"{'b' * 64}.tar.part"
+    kept.write_bytes(bytes(60))
+    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([gone, kept]))
+    cache.make_room(60)
+    assert not kept.exists()
 
 
 def test_the_cache_admits_only_what_its_name_says(tmp_path):

@@ -107,6 +107,19 @@ def test_a_window_is_encoded_in_the_groups_in_which_its_steps_would_be(device, g
     assert asked == groups and {states.device for ahead in (first, second) for states in (*ahead.text.values(), *ahead.latents.values())} == {CPU}
 
 
+def test_a_window_that_takes_long_says_every_ten_seconds_how_far_it_is(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    now = [0.0]
+
+    def encode_pixels(pixels):
+        now[0] += 4.0
+        return torch.zeros(len(pixels), 2, 1, 1)
+
+    monkeypatch.setattr(encoding, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    Encoder(SimpleNamespace(encode_pixels=encode_pixels)).ahead([batch(["a", "b"])] * 8, CPU, texts=False)
+    assert [record.getMessage() for record in caplog.records] == ["encoded 6 of the next 16 pictures", "encoded 12 of the next 16 pictures"]
+
+
 def test_text_that_is_trained_is_encoded_every_time_and_has_a_gradient(tiny_model):
     model = stable_diffusion.load(tiny_model, CPU, RunConfig())
     full.build(RunConfig()).attach(model)

@@ -18,6 +18,8 @@ def certificate(state: State, *signers: str) -> Certificate:
 class Evidence:
     """What strangers show, and ours."""
 
+    countersigned = ""
+
     def __init__(self, ours: Shown, shown: dict[str, Shown]):
         self.ours, self.shown = ours, shown
 
