@@ -143,11 +143,12 @@ class SpotChecks:
         mean, group = done.mean, done.group
         if not mean.shares and not mean.inputs:
             return
-        if mine is not None and mine.numel() <= _COPIED_BYTES:
+        checked = is_checked(self._run, len(group.members)) and len(group.described) <= MOST_GROUP_BYTES
+        if checked and mine is not None and mine.numel() <= _COPIED_BYTES:
             mine = mine.clone()
         kept = _Kept(group, done.state.digest, mine, mean.sent, mean.inputs)
         self._kept.append(kept)
-        if not is_checked(self._run, len(group.members)) or len(group.described) > MOST_GROUP_BYTES:
+        if not checked:
             return
         lot = self._node.lot(lot_statement(self._run.digest, kept.state))
         if is_drawn(lot, len(group.peers)):

@@ -353,7 +353,7 @@ class Heads:
         return [claim for claim in claims if claim.peer in judgement.peers] if on_it else []
 
     def _still_on_the_branch(self, met: list[Claim]) -> list[Claim]:
-        """Where our state is countersigned, or one before it: without those on a branch with fewer samples that left ours before that one."""
+        """Where our state, or one before it, is countersigned: without those with fewer samples, on a branch that left ours before that one."""
         if not (sure := self._countersigned) or not self._lineage.holds(sure):
             return met
         return [claim for claim in met if better(claim.head, self._ours) or not self._lineage.left_before(claim.head, sure)]
