@@ -92,6 +92,30 @@ def test_a_seed_plays_the_same_to_the_byte_in_two_processes(elsewhere):
     assert first != second == one["trace"][:16]
 
 
+def test_a_seed_adds_up_its_norms_alike_on_every_processor():
+    """One that has AVX2, as x86 has since 2013. In children, since torch reads this once."""
+    program = """
+import sys
+from simulation.__main__ import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+import torch
+print("\\n", torch.backends.cpu.get_cpu_capability())
+torch.manual_seed(1)
+print(float(torch.dot(*torch.rand(2, 4097))).hex())
+"""
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", **theirs},
+        ).stdout.split()[-2:]
+        for theirs in ({"ATEN_CPU_CAPABILITY": "default"}, {"MKL_CBWR": "AVX2"})
+    ]  # fmt: skip
+    assert said[0] == said[1] and said[0][0] == "AVX2", said
+
+
 def test_without_faults_every_round_holds_all_peers_and_every_contribution_counts():
     summary = assert_holds(simulate("--peers", "3", "--rounds", "10", "--faults", "none"))
     assert summary["rounds"] >= 10 and summary["committed"] > 0.9 and not summary["faults"]

@@ -34,7 +34,7 @@ from peer.sync.engine.round.ending import Ending
 from peer.sync.engine.round.equivocation import LOOK_SECONDS, Equivocation
 from peer.sync.engine.round.evidence import Evidence
 from peer.sync.engine.round.excerpts import Auditor, NoAuditor
-from peer.sync.engine.round.finality import Finality
+from peer.sync.engine.round.finality import Finality, safe
 from peer.sync.engine.round.groups import NoGroup
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.met import Met
@@ -78,8 +78,6 @@ after 20 s."""
 _CLOSE_SECONDS = 5.0
 _REBASE_SECONDS = 2.0
 """A trainer that did not rebase within this time has other things to do: the state is written without waiting for it."""
-FINAL_SECONDS = 120.0
-"""After this long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
 
 
 class Replica:
@@ -122,8 +120,8 @@ class Replica:
         self.met = Met(store.folder / "met.json", run.digest)
         if store.forsaken and not state.header.round:
             self.met.clear()  # those that stood with us there know nothing better: we come as a newcomer does
-        company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
-        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
+        self._company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
+        self.neighbours = Neighbours(node, run, state.header.schema, clock, self._company, wall, self.members)
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire, store.buffers), Streams(node, upload, self.members)
         seals = Seals(run, node, self.members)
@@ -147,7 +145,7 @@ class Replica:
             self.bell, assists=assists,
         )  # fmt: skip
         self.rounds = Rounds(
-            run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
+            run, self.end, node, streams, self.neighbours, self._company, self.heads, outer, self.phase, self.reception, self.next_round,
             seals=ShareSeals(run.digest, node) if self.members.needed else None, auditor=auditor, clock=clock, rng=self._rng,
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
@@ -518,16 +516,12 @@ class Replica:
             await self.bell.rung(IDLE_SECONDS)
 
     async def _report(self) -> None:
-        """A state is final when a second live peer signs it or a descendant of it or, alone, when it is on disk."""
+        """To the trainer, which states are final."""
         if not self._finality.waiting or self.phase.value is Phase.JOIN:
             return
-        others = self.neighbours.others()
-        others = [record for record in others if record.peer_id in self.met] or others
-        safe = {digest for record in others for digest in (record.digest, *record.parents)}
-        seconds = FINAL_SECONDS if others else 0.0
-        safe |= {each.digest for each in self._finality.waiting if self._saver.is_on_disk(each.digest, seconds)}
-        final = self._finality.take(safe)
-        if final:
+        waiting = [committed.digest for committed in self._finality.waiting]
+        vouched = safe(waiting, self.neighbours.others(), self.met, self._company.left_out, self._saver.is_on_disk)
+        if final := self._finality.take(vouched):
             await failpoints.reached("before_final", self.node.peer_id)
             self.trainer.final(final)
             self.bell.ring()

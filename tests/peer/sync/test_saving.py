@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.replica import FINAL_SECONDS
+from peer.sync.engine.round.finality import FINAL_SECONDS
 from peer.sync.engine.state import State, next_state
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.transfer.saving import Saver

@@ -1,10 +1,33 @@
 """Which states have been safe long enough to be reported: a committed round may still be lost until then."""
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from peer.contracts import CommittedRound
 from peer.sync.engine.state import State
+from swarm.records import PeerRecord
+
+FINAL_SECONDS = 120.0
+"""After this long on disk and on our lineage a state is final, even if a live peer signs another one. That peer may never follow."""
+
+
+def safe(
+    waiting: Iterable[str],
+    others: Sequence[PeerRecord],
+    met: Collection[str],
+    left_out: Callable[[str], bool],
+    is_on_disk: Callable[[str, float], bool],
+) -> set[str]:
+    """The digests that no single loss takes away: of the states `waiting`, and of those that others stand on.
+
+    Anybody can sign a state that it does not have. So a peer that we left out vouches for nothing: an attacker had averaged with us once,
+    lied in the next round, and stood on the state that we then made alone. One that we never met vouches for what is on our disk too.
+    is_on_disk: a digest and seconds: whether the disk has had it for that long.
+    """
+    friends = [record for record in others if record.peer_id in met]
+    signed = {digest for record in friends or others if not left_out(record.peer_id) for digest in (record.digest, *record.parents)}
+    saved = {digest for digest in waiting if is_on_disk(digest, 0.0 if digest in signed or not others else FINAL_SECONDS)}
+    return signed | saved if friends else saved
 
 
 class Finality:
