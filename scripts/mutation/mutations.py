@@ -97,9 +97,9 @@ MUTATIONS = (
     ),
     Mutation(
         "reported_too_early",
-        "a state is reported as final before another peer has it, or a disk",
-        "        safe |= {each.digest for each in self._finality.waiting if self._saver.is_on_disk(each.digest, seconds)}\n",
-        "        safe |= {self.state.value.digest}\n",
+        "a state is reported as final before the disk has it",
+        "    return {digest for digest in waiting if is_on_disk(digest, 0.0 if digest in signed or not others else FINAL_SECONDS)}\n",
+        "    return {digest for digest in waiting if digest in signed or is_on_disk(digest, FINAL_SECONDS if others else 0.0)}\n",
     ),
     Mutation(
         "counted_twice",

@@ -51,7 +51,6 @@ LOOK_SECONDS = 2.0
 _TOLD_EVERY_SECONDS = 60.0
 _WAITING = "waiting for the first peer that trains, whose state this peer can take"
 _SEEN_SECONDS = 1.0
-_WANTED = 16
 _STORED = 4
 """States on disk besides the kept ones: a state becomes final a round or two after it was made, and kept then."""
 
@@ -95,7 +94,6 @@ class Archive:
     def __init__(self, folder: Path, store: StateStore, limit: int):
         """What was discarded since goes: it would be taken for the newest."""
         self.folder, self._store, self._limit = folder, store, limit
-        self._wanted: collections.deque[CommittedRound] = collections.deque(maxlen=_WANTED)
         with self._or_say_why():
             folder.mkdir(parents=True, exist_ok=True)
             for path in self._files():
@@ -109,30 +107,17 @@ class Archive:
     def _files(self) -> list[Path]:
         return sorted(self.folder.glob("round-*.state"))
 
-    def keep(self, final_rounds: Sequence[CommittedRound] = ()) -> None:
-        """Keep these, and those wanted before, as far as they are on disk by now. Raises UserError (disk).
-
-        A state is final when somebody else signs it, which may be long before it is written; one that came and went while the one
-        before was written never is.
-        """
-        self._wanted.extend(final_rounds)
+    def keep(self, final_rounds: Sequence[CommittedRound]) -> None:
+        """Keep those of these that are on disk: one that came and went while the one before was written never is. Raises UserError (disk)."""
         with self._or_say_why():
-            for final in tuple(self._wanted):
+            for final in final_rounds:
                 source = next(self._store.folder.glob(f"samples-*-{final.digest[:12]}.state"), None)
                 target = self.folder / f"round-{final.round:08d}-samples-{final.samples:010d}-{final.digest[:12]}.state"
-                if source is None:
-                    continue
-                self._wanted.remove(final)
-                if not target.exists():
+                if source is not None and not target.exists():
                     files.link(source, target)
                     log.info("kept round=%d samples=%d file=%s", final.round, final.samples, target)
             for old in self._files()[: -self._limit if self._limit else 0]:
                 old.unlink(missing_ok=True)
-
-    async def keep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self.keep()
 
     @contextlib.contextmanager
     def _or_say_why(self) -> Iterator[None]:
@@ -204,8 +189,7 @@ async def assist(
         "keeping %s final states in %s: %s each, %s free",
         states_limit or "all", archive.folder, size(num_bytes), size(files.free_bytes(archive.folder)),
     )  # fmt: skip
-    await replica.live_until(archive.keep_forever(), stop.wait(), assistant.wait(), _tell_forever(replica, seen))
-    archive.keep()
+    await replica.live_until(stop.wait(), assistant.wait(), _tell_forever(replica, seen))
 
 
 async def _tell_forever(replica: Replica, seen: Callable[[dict[str, Any]], None]) -> None:

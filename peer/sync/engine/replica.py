@@ -120,8 +120,8 @@ class Replica:
         self.met = Met(store.folder / "met.json", run.digest)
         if store.forsaken and not state.header.round:
             self.met.clear()  # those that stood with us there know nothing better: we come as a newcomer does
-        self._company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
-        self.neighbours = Neighbours(node, run, state.header.schema, clock, self._company, wall, self.members)
+        company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
+        self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire, store.buffers), Streams(node, upload, self.members)
         seals = Seals(run, node, self.members)
@@ -145,7 +145,7 @@ class Replica:
             self.bell, assists=assists,
         )  # fmt: skip
         self.rounds = Rounds(
-            run, self.end, node, streams, self.neighbours, self._company, self.heads, outer, self.phase, self.reception, self.next_round,
+            run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
             seals=ShareSeals(run.digest, node) if self.members.needed else None, auditor=auditor, clock=clock, rng=self._rng,
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
@@ -520,15 +520,20 @@ class Replica:
         if not self._finality.waiting or self.phase.value is Phase.JOIN:
             return
         waiting = [committed.digest for committed in self._finality.waiting]
-        vouched = safe(waiting, self.neighbours.others(), self.met, self._company.left_out, self._saver.is_on_disk)
-        if final := self._finality.take(vouched):
+        if final := self._finality.take(safe(waiting, self.neighbours.others(), self.met, self._saver.is_on_disk)):
             await failpoints.reached("before_final", self.node.peer_id)
             self.trainer.final(final)
             self.bell.ring()
 
     async def _ask_for_the_past_forever(self) -> None:
-        """Who fetches a state asks what made it further back than it says itself."""
-        await self._past.ask_forever(lambda ready: self.bell.until(lambda: self.phase.value is not Phase.JOIN and ready()))
+        """Who fetches a state asks what made it further back than it says itself, once its disk has it: what it hears is final."""
+        await self._past.ask_forever(
+            lambda ready: self.bell.until(lambda: self.phase.value is not Phase.JOIN and self._is_kept(self.state.value) and ready())
+        )
+
+    def _is_kept(self, state: State) -> bool:
+        """Whether our disk has it, or an ancestor that it names."""
+        return any(map(self._saver.is_on_disk, (state.digest, *state.header.parents)))
 
     async def _end_once_discarded(self) -> None:
         """Nobody goes on from a state that the host discards. A new start loads what was before it, or takes what the others have."""

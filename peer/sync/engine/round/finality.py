@@ -12,22 +12,16 @@ FINAL_SECONDS = 120.0
 
 
 def safe(
-    waiting: Iterable[str],
-    others: Sequence[PeerRecord],
-    met: Collection[str],
-    left_out: Callable[[str], bool],
-    is_on_disk: Callable[[str, float], bool],
+    waiting: Iterable[str], others: Sequence[PeerRecord], met: Collection[str], is_on_disk: Callable[[str, float], bool]
 ) -> set[str]:
-    """The digests that no single loss takes away: of the states `waiting`, and of those that others stand on.
+    """Those of the digests `waiting` that our disk has, and that nobody's branch will overtake: another peer, met if any is, stands on them
+    or their descendants; or there is nobody else; or the disk has had them for FINAL_SECONDS.
 
-    Anybody can sign a state that it does not have. So a peer that we left out vouches for nothing: an attacker had averaged with us once,
-    lied in the next round, and stood on the state that we then made alone. One that we never met vouches for what is on our disk too.
-    is_on_disk: a digest and seconds: whether the disk has had it for that long.
+    Others' word alone is not enough: who lies signs a state that it does not have. is_on_disk: a digest, and for how many seconds at least.
     """
-    friends = [record for record in others if record.peer_id in met]
-    signed = {digest for record in friends or others if not left_out(record.peer_id) for digest in (record.digest, *record.parents)}
-    saved = {digest for digest in waiting if is_on_disk(digest, 0.0 if digest in signed or not others else FINAL_SECONDS)}
-    return signed | saved if friends else saved
+    others = [record for record in others if record.peer_id in met] or others
+    signed = {digest for record in others for digest in (record.digest, *record.parents)}
+    return {digest for digest in waiting if is_on_disk(digest, 0.0 if digest in signed or not others else FINAL_SECONDS)}
 
 
 class Finality:
