@@ -66,7 +66,7 @@ def test_a_state_of_several_chunks_comes_although_who_takes_it_and_who_gives_it_
 
 def test_guests_follow_those_who_were_there_and_leave_in_order():
     """Six that come at once to three are more than these, and have met nobody: they made a branch of their own, which was lost with them."""
-    world = World(Scenario(2, peers=3, hours=0.02, strikes=parse_strikes("guests@30/0(peers=6,seconds=30)")))
+    world = World(Scenario(10, peers=3, hours=0.02, strikes=parse_strikes("guests@30/0(peers=6,seconds=30)")))
     outcome = world.play()
     assert_holds(outcome)
     assert len(world.gone) == 6 and all(guest.over for guest in world.gone)
@@ -214,7 +214,7 @@ def test_a_renewed_membership_comes_from_the_trainer_into_the_peers_record():
 
 def test_with_a_server_that_is_away_for_seconds_some_have_a_receipt_and_the_others_weigh_no_more():
     """Bits are compared with what the weights by receipts make (`simulation/arithmetic.py`)."""
-    world = World(Scenario(4, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
+    world = World(Scenario(10, peers=4, hours=0.02, members=True, strikes=parse_strikes("server@40/0(seconds=7);server@55/0(seconds=7)")))
     outcome = world.play()
     assert_holds(outcome)
     assert outcome.rounds > 10 and world.checks.arithmetic.lessened > 0 and outcome.committed > 0.9

@@ -70,6 +70,22 @@ def test_of_many_quick_rounds_each_is_remembered_until_it_is_final(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_state_that_another_branch_has_pushed_off_the_disk_is_written_again(tmp_path):
+    """A peer fetched a state, then one of another branch, then the first again, and reported that one from memory."""
+
+    async def scenario():
+        first = a_state()
+        store, saver = StateStore(tmp_path), Saver(StateStore(tmp_path), first, lambda: None, lambda error: None)
+        mine, other = (next_state(first, [[torch.full((10,), samples)]], [Member("a", 2, samples)]) for samples in (16, 8))
+        for state in (first, mine, other, mine):  # who has more samples than the newest is of a branch that lost
+            await saver.save(state)
+            with store.open(state.digest):
+                assert saver.is_on_disk(state.digest)
+        assert not saver.is_on_disk(other.digest)
+
+    asyncio.run(scenario())
+
+
 def test_a_state_that_was_handed_over_is_written_if_it_is_not_there_yet(tmp_path):
     async def scenario():
         store, state = StateStore(tmp_path), a_state()

@@ -33,7 +33,7 @@ class Saver:
         self._wanted = asyncio.Event()
         self._writing: asyncio.Task | None = None
         self._saved: dict[str, float] = {}
-        """Digest -> since when it is on disk, the first one first."""
+        """Digest -> since when it is on disk, or what descends from it, the first one first. The last one is what was written last."""
         if (found := store.open(state.digest)) is not None:
             with found:
                 self._saved[state.digest] = clock()
@@ -76,6 +76,8 @@ class Saver:
     async def _write(self, state: State) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
         now = self._clock()
+        if self._saved and next(reversed(self._saved)) not in state.header.parents:
+            self._saved.clear()  # another branch: with this one written, the store may have deleted what it does not descend from
         self._saved[state.digest] = now
         while now - self._saved[oldest := next(iter(self._saved))] > _REMEMBERED_SECONDS:
             del self._saved[oldest]
