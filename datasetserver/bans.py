@@ -61,6 +61,10 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"{peer} is banned: {bans.reason(peer)}.", fix=f"Let it in first: dd-datasetserver unban {peer[-_SHORTEST_ENDING:]}")
     if verb == "trust" and not run.members_of:
         raise UserError("Only in a run for members does every peer know whom you trust.", fix="Begin one: --members yes, or --tokens.")
+    taken_back = {"unban": ("banned", bans.peers()), "distrust": ("trusted", bans.trusted)}
+    if verb in taken_back and peer not in taken_back[verb][1]:
+        print(f"{peer} is not {taken_back[verb][0]}: nothing to take back")
+        return
     trusted = verb == "trust" or (verb == "unban" and peer in bans.trusted)
     given = {word.about: word.reason for word in bans.words if word.banned}  # a second ban that gives none leaves it
     reason = (args.reason or given.get(peer, "")) if verb == "ban" else ""

@@ -158,7 +158,7 @@ def find(given: Path) -> tuple[Path, RunConfig]:
     kept = sorted((given / "settled").glob("round-*.state"))
     if not kept:
         raise UserError(
-            f"There is no final state in {given}, and no result or checkpoint.",
+            f"There is no final state in {given}, and no result or checkpoint." if given.exists() else f"{given} does not exist.",
             fix="Give a result's folder, or the --output_dir of a peer that trained or ran with --assist.",
         )
     return kept[-1], run_beside(given)

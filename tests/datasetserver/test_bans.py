@@ -117,7 +117,11 @@ def test_whom_the_host_trusts_is_listed_and_a_banned_peer_is_not_trusted(work_di
         assert cli(["trust", peer, *data]) == 0
     assert "until" not in capsys.readouterr().err and len(bans._bans(work_dir, run).trusted) == 3
     assert cli(["unban", "QmBBBBBBanother", *data]) == 0 and len(bans._bans(work_dir, run).trusted) == 3
+    assert capsys.readouterr().out == "QmBBBBBBanother is not banned: nothing to take back\n"
     assert cli(["distrust", "QmBBBBBBanother", *data]) == 0 and len(bans._bans(work_dir, run).trusted) == 2
+    assert "no longer trusted" in capsys.readouterr().out
+    assert cli(["distrust", "QmBBBBBBanother", *data]) == 0
+    assert capsys.readouterr().out == "QmBBBBBBanother is not trusted: nothing to take back\n"
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ WRONG = {
     "it is of another run": of_another_run,
     "is not the base model of the run": of_another_model,
     "There is no final state in": lambda helper, tmp_path: shutil.rmtree(helper / "settled"),
+    "does not exist": lambda helper, tmp_path: shutil.rmtree(helper),
     "which describes the state's run, is missing or damaged": lambda helper, tmp_path: (helper / "run.json").write_text("{"),
 }
 

@@ -188,7 +188,7 @@ class StateFetch:
         content = WholeState(head.digest, ours, self._partial, self._buffers)
         download, self._partial = Download(content, holders, self._clock), None
         self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock())
-        log.info("fetching state=%s samples=%d from %d holders", head.digest[:8], head.samples, len(holders))
+        log.info("fetching state=%s samples=%d holders=%d", head.digest[:8], head.samples, len(holders))
         fetch.task = asyncio.create_task(self._chase(fetch, ours))
         fetch.task.add_done_callback(lambda task: self._ended())
 
