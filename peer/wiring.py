@@ -65,6 +65,7 @@ from swarm.end import EXTENSION_FILE, End
 from swarm.errors import ExitCode, UserError
 from swarm.founding import check_resolution
 from swarm.members import Members
+from swarm.ports import refuse_busy
 from swarm.run.method import method_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
@@ -189,10 +190,12 @@ def peer_id(launch: Launch) -> str:
 def admitted(launch: Launch) -> Launch:
     """The launch with rank 0's membership. Called before the model is loaded: a server refuses within 10 s, a model takes minutes.
 
-    Raises UserError when the server refuses.
+    Raises UserError when the server refuses, or another program has the peer's port.
     """
     if not (launch.group.is_main and swarms(launch.run.sync)):
         return launch
+    if not launch.peer.client_mode:
+        refuse_busy(launch.peer.host_maddrs)
     return dataclasses.replace(launch, members=membership.kept(launch.joined, launch.peer, launch.bans, launch.closing))
 
 

@@ -38,7 +38,7 @@ from swarm.members import Members
 from swarm.peer_key import PeerKey, has_signed, is_lot
 from swarm.pipe import Pipe
 from swarm.places import place_of
-from swarm.ports import can_listen, with_ports
+from swarm.ports import refuse_busy, with_ports
 from swarm.records import MAX_RECORD_BYTES, RECORD_LIFE_SECONDS, RUN_RECORD_LIFE_SECONDS, BadRecord, PeerRecord, RunRecord
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class SwarmNode:
         parse_maddrs(initial_peers, need_peer_id=True)
         parse_maddrs([*host_maddrs, *announce_maddrs], need_peer_id=False)
         if not client_mode:
-            _refuse_ports_in_use(host_maddrs)
+            refuse_busy(host_maddrs)
         use_hivemind_log_handler("nowhere")
         identity = Identity(identity_path)
         deadline, pause = time.monotonic() + deadline_seconds, 1.0
@@ -353,17 +353,6 @@ async def _unreachable(p2p: P2P) -> tuple[bool, str]:
 
 async def _bare_maddrs(p2p: P2P) -> list[str]:
     return [str(maddr).rsplit("/p2p/", 1)[0] for maddr in await p2p.get_visible_maddrs(latest=True)]
-
-
-def _refuse_ports_in_use(host_maddrs: Sequence[str]) -> None:
-    for maddr in map(Multiaddr, host_maddrs):
-        port = int(maddr["tcp"]) if "tcp" in maddr else 0
-        if port and (error := can_listen(maddr, port)) is not None:
-            raise UserError(
-                f"Cannot listen on {maddr}: {error.strerror}.",
-                fix="Choose another port in --host_maddrs, or tcp/0 for any free one.",
-                code=ExitCode.NETWORK,
-            )
 
 
 def _readable(error: BaseException, host_maddrs: Sequence[str], initial_peers: Sequence[str]) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from hivemind.utils.multiaddr import Multiaddr
 
+from swarm.errors import ExitCode, UserError
+
 log = logging.getLogger(__name__)
 
 _FROM, _TO = 20_000, 30_000
@@ -28,6 +30,18 @@ def with_ports(host_maddrs: Sequence[str], remembered_in: Path) -> list[str]:
         with contextlib.suppress(OSError):
             remembered_in.write_text(json.dumps(chosen))
     return [str(maddr).replace("/tcp/0", f"/tcp/{chosen[maddr]}", 1) if maddr in chosen else maddr for maddr in host_maddrs]
+
+
+def refuse_busy(host_maddrs: Sequence[str]) -> None:
+    """Raises UserError where another program has a port of these addresses."""
+    for maddr in map(Multiaddr, host_maddrs):
+        port = int(maddr["tcp"]) if "tcp" in maddr else 0
+        if port and (error := can_listen(maddr, port)) is not None:
+            raise UserError(
+                f"Cannot listen on {maddr}: {error.strerror}.",
+                fix="Choose another port in --host_maddrs, or tcp/0 for any free one.",
+                code=ExitCode.NETWORK,
+            )
 
 
 def can_listen(maddr: Multiaddr, port: int) -> OSError | None:

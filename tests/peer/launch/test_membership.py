@@ -18,6 +18,7 @@ from peer.launch.membership import Keeper, kept, visitor
 from peer.machine.device import Rank, RankGroup
 from swarm.bans import Bans
 from swarm.errors import ExitCode, UserError
+from swarm.listening import listen
 from swarm.members import LIFE_SECONDS, Members, sign_membership
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
@@ -276,6 +277,22 @@ def test_a_trainer_that_is_let_in_passes_its_membership_on(run, key, tmp_path, m
         assert launch.members is None
         wiring.build_sync(wiring.admitted(launch), {})
     assert built[0].members.own == own
+
+
+def test_a_port_that_another_program_has_is_refused_before_the_model_is_loaded(run, key, tmp_path, monkeypatch):
+    monkeypatch.setattr(membership, "_ask", lambda *_: sign_membership(key, run, id_of("alice")))
+    cpu = torch.device("cpu")
+    with ExitStack() as closing, listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        peer = PeerConfig(output_dir=str(tmp_path), host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
+        identity_file(peer.identity_file, "alice")
+        group = RankGroup(Rank(), cpu)
+        launch = wiring.Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
+        with pytest.raises(UserError, match=f"Cannot listen on /ip4/127.0.0.1/tcp/{port}: Address already in use") as refused:
+            wiring.admitted(launch)
+        assert refused.value.code == ExitCode.NETWORK
+        listens_nowhere = dataclasses.replace(launch, peer=dataclasses.replace(peer, client_mode=True))
+        assert wiring.admitted(listens_nowhere).members is not None
 
 
 class Strategy:
