@@ -273,7 +273,8 @@ class Checks:
         self.final[digest] = self.final.get(digest, 0) + 1
         if digest not in self.commits:
             self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
-        elif not self._is_safe(machine, digest):
+        elif digest in self.lineage(self.stands(machine)) and not self._is_safe(machine, digest):
+            # Of a branch that it has left since, it may only now come to say so: a trainer that is stopped takes no messages.
             self.breach(f"reports the state {digest[:8]}, which its disk may lose", machine)
 
     def _is_safe(self, machine: "Machine", digest: str) -> bool:

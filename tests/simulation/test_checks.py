@@ -160,6 +160,12 @@ def test_what_is_reported_is_on_the_disk_of_who_reports_it(scene, digest):
     assert "which its disk may lose" in reports(scene, digest), "also what another peer says it has"
 
 
+def test_what_was_final_on_a_branch_that_was_left_since_may_be_heard_late(scene):
+    scene.adopts("one-of-two-peers", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
+    scene.adopts("another-branch", "one", 2, 24, [["bob", 2, 8]])
+    assert not reports(scene, "one-of-two-peers")
+
+
 def test_the_bytes_of_a_state_are_those_of_its_digest(scene):
     state = first_state("run", "schema", torch.zeros(4), 0)
     landed = {"digest": state.digest, "header": state.header.to_json()}
