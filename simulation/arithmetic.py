@@ -116,6 +116,8 @@ class Learned:
 
     def __init__(self, wire: Wire, params: Mapping[str, Tensor], peer: str):
         self._wire, self._params, self._peer = wire, params, peer
+        # Their own memory. One that was given other memory (`.data = ...`) would be found to differ: the product never does that.
+        self._values = [parameter.detach().numpy().reshape(-1) for parameter in params.values()]
         self.ahead = np.zeros(wire.size)
         self._state, self._anchor = "", self.now()
         self._told: list[tuple[str, Header, np.ndarray]] = []
@@ -124,7 +126,7 @@ class Learned:
         """How often torch had written into each parameter when they were compared; None: what they should be has changed since."""
 
     def now(self) -> np.ndarray:
-        return np.concatenate([parameter.detach().numpy().reshape(-1) for parameter in self._params.values()], dtype=np.float64)
+        return np.concatenate(self._values, dtype=np.float64)
 
     def restarted(self, digest: str) -> None:
         """The sidecar is another one: what the last one said and nobody read is gone. digest: where the trainer stands."""
@@ -195,7 +197,7 @@ class Learned:
 
 
 def _largest(values: np.ndarray) -> float:
-    return float(np.abs(values).max())
+    return float(np.maximum.reduce(np.abs(values)))  # as `max`, without a frame of Python
 
 
 class Taken:

@@ -57,12 +57,12 @@ class _Handle(list):
 class _Numbered:
     """What has its loop's next number for a hash, from when it is first put into a set on."""
 
+    _number = 0
+
     def __hash__(self) -> int:
-        try:
-            return self._number
-        except AttributeError:
+        if not self._number:
             self._number = next(self.get_loop()._numbers)
-            return self._number
+        return self._number
 
 
 class _Task(_Numbered, asyncio.Task):

@@ -115,7 +115,7 @@ def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
         value = cell.cell_contents
         used += value if isinstance(value, tuple) else []
     used.append(result[0])
-    return [value for value in used if isinstance(value, State | SharedBuffer | torch.Tensor)]
+    return [value for value in used if isinstance(value, (State, SharedBuffer, torch.Tensor))]
 
 
 def _bytes(value: Any) -> bytes:

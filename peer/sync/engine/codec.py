@@ -94,7 +94,7 @@ class Blocks:
     def encode(self, values: Tensor, out: Tensor) -> None:
         blocks = self._whole(values).view(-1, self.block)
         largest = blocks.abs().amax(1, keepdim=True) if blocks.numel() else blocks[:, :1]
-        if bool((largest > _LARGEST).any()):
+        if largest.numel() and float(largest.max()) > _LARGEST:
             blocks = blocks.clamp(-_LARGEST, _LARGEST)
             largest = largest.clamp(max=_LARGEST)
         scales = _bfloat16_above(largest / self._largest_code)
@@ -105,8 +105,9 @@ class Blocks:
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         scales, packed = self._split(data)
-        # Negative ones and NaNs fail the comparison as well.
-        if not bool(((scales >= 0) & (scales <= _LARGEST)).all()):
+        # As floats: to compare a tensor with a number takes as long as to look at 2,048 scales. NaNs fail the comparisons as well.
+        smallest, largest = map(float, scales.aminmax()) if scales.numel() else (0.0, 0.0)
+        if not (smallest >= 0 and largest <= _LARGEST):
             raise ValueError("non-finite values" if not bool(scales.isfinite().all()) else "scales out of range")
         whole = out if out.numel() == scales.numel() * self.block else torch.empty(scales.numel() * self.block)
         self._unpack(packed, whole)
@@ -127,7 +128,7 @@ class Blocks:
 
     def _split(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """(scales as bfloat16, codes as uint8), views of `data`."""
-        count = data.numel() // self.num_bytes(self.block)
+        count = data.numel() // (2 + self.block * self.bits // 8)
         return data[: 2 * count].view(torch.bfloat16), data[2 * count :]
 
     def _pack(self, codes: Tensor, out: Tensor) -> None:

@@ -125,8 +125,12 @@ class Header:
 
     @functools.cached_property
     def json(self) -> bytes:
-        """Canonical, in one line: what the digest is of, and what a state's file and its mean's begin with."""
-        return canonical_json(self.to_json())
+        """Canonical, in one line: what the digest is of, and what a state's file and its mean's begin with.
+
+        Seven of the eight ancestors were the parent's as well, and are most of it: with 200 members in each round, 140 of 160 KB.
+        """
+        others = canonical_json({name: value for name, value in self._plain.items() if name != "ancestors"})
+        return b'{"ancestors":[' + b",".join(map(_json, self.ancestors)) + b"]," + others[1:]
 
     def check(self) -> None:
         """Raise BadState when it contradicts itself: an honest header counts every sample of its members once."""
@@ -308,6 +312,11 @@ def better(theirs: Head, ours: Head) -> bool:
     A round always adds samples, so a descendant beats its ancestor, whatever anybody says about who descends from whom.
     """
     return theirs.digest != ours.digest and (theirs.samples, ours.digest) > (ours.samples, theirs.digest)
+
+
+@functools.lru_cache(maxsize=4 * ANCESTORS_KEPT)
+def _json(ancestor: CommittedRound) -> bytes:
+    return canonical_json({**vars(ancestor), "members": _plain(ancestor.members)})
 
 
 def _plain(members: Iterable[Member]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from peer.sync.engine.transfer import chunk_file
 from peer.sync.engine.transfer.discarded import discard
 from peer.sync.engine.transfer.disk import OLDER_SECONDS, StateStore
 from peer.sync.engine.vectors import SharedBuffer
+from swarm.digest import canonical_json
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.records import PeerRecord
 from tests.peer.sync.swarm_tools import state_of
@@ -100,6 +101,13 @@ def test_a_header_comes_back_from_json_as_it_was():
     header = lineage(12)[-1].header
     assert read_header(json.loads(json.dumps(header.to_json()))) == header
     assert len(header.parents) == len(header.ancestors) == 8 and header.samples == 12 * 7 and header.included == {"a": 12, "b": 12}
+
+
+def test_a_headers_json_is_canonical_however_much_of_it_was_made_for_its_parent():
+    for state in lineage(12):
+        assert state.header.json == canonical_json(state.header.to_json())
+        again = read_header(json.loads(state.header.json))
+        assert again.json == state.header.json
 
 
 def test_a_header_names_its_last_512_ancestors_the_older_ones_shortly():

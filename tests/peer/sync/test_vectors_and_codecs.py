@@ -180,9 +180,9 @@ def test_a_nan_that_is_encoded_is_refused_when_it_is_decoded(name, bits):
 @pytest.mark.parametrize("name", BLOCK)
 @pytest.mark.parametrize("scale", [-1.0, 2.0**101])
 def test_scales_that_no_peer_of_ours_makes_are_refused(name, scale):
-    wire = Wire(name, 128)
-    data = wire.encode(torch.ones(128))
-    data.view(torch.bfloat16)[0] = scale
+    wire = Wire(name, 384)
+    data = wire.encode(torch.ones(384))
+    data.view(torch.bfloat16)[1] = scale
     with pytest.raises(ValueError, match="scales out of range"):
         wire.decode(data)
 

@@ -78,7 +78,10 @@ class Group:
     def weighed(self) -> tuple[Member, ...]:
         """The members, each with the samples as which its contribution counts in the mean (`swarm/weights.py`)."""
         counts = counted([member.samples for member in self.members], list(map(bool, self.receipts)))
-        return tuple(replace(member, samples=count) for member, count in zip(self.members, counts, strict=True))
+        return tuple(
+            member if member.samples == count else replace(member, samples=count)
+            for member, count in zip(self.members, counts, strict=True)
+        )
 
     @property
     def samples(self) -> int:

@@ -37,17 +37,21 @@ class Reception:
 
     def standing(self, caller: str) -> Standing:
         """What to tell `caller`."""
-        state, trainer = self._state.value, self._trainer
-        silent, has_it = trainer.silent_seconds, self._assists or trainer.contribution is not None
-        ready_seconds = 0.0 if has_it else max(trainer.progress.step_seconds - silent, 0.0)
-        away = self._phase.value in (Phase.JOIN, Phase.FETCH, Phase.LEFT) or span.is_over(self._end, state.header)
-        has_samples = self._knows(caller) and not away and (has_it or trainer.progress.brings_samples(silent))
-        members = self._neighbours.members
+        state, members = self._state.value, self._neighbours.members
+        has_samples, ready_seconds = self._brings(caller)
         return Standing(
             Head.of(state), has_samples, ready_seconds, state.header.included,
             busy=self._phase.value is Phase.AVERAGE, trusted=members.bans.trusted, has_roles=members.needed,
             highest_number=highest_number(state.header.round + 1),
         )  # fmt: skip
+
+    def _brings(self, caller: str) -> tuple[bool, float]:
+        """Whether we have samples to average with `caller`, or will after the step that we are in; seconds until then."""
+        trainer = self._trainer
+        silent, has_it = trainer.silent_seconds, self._assists or trainer.contribution is not None
+        away = self._phase.value in (Phase.JOIN, Phase.FETCH, Phase.LEFT) or span.is_over(self._end, self._state.value.header)
+        has_samples = self._knows(caller) and not away and (has_it or trainer.progress.brings_samples(silent))
+        return has_samples, 0.0 if has_it else max(trainer.progress.step_seconds - silent, 0.0)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
@@ -67,6 +71,6 @@ class Reception:
 
     def _let_go(self, peer: str, digest: str) -> None:
         """`peer` averages onto the state `digest`: without us, if we are not there, have nothing, or need longer than it has patience for."""
-        ours = self.standing(peer)
-        if ours.digest != digest or not ours.has_samples or ours.ready_seconds > patience_seconds(self._state.age_seconds):
+        has_samples, ready_seconds = self._brings(peer)
+        if self._state.value.digest != digest or not has_samples or ready_seconds > patience_seconds(self._state.age_seconds):
             self._heads.let_go(peer, digest)

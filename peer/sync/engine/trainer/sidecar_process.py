@@ -29,6 +29,7 @@ _RESTARTS_WITHIN_SECONDS = 600.0
 _SILENT_SECONDS, _SILENT_START_SECONDS = 60.0, 300.0
 """Without a sign of life a sidecar hangs. Starting takes it up to two minutes (to load, and to find peers), copying a state some seconds."""
 _LISTENED_AT_MOST_SECONDS = 2.0
+_SAID_ONCE_STARTED = Pulse, Rebase, Seen
 _NOT_FOR_IT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """A rank's variables: the sidecar belongs to the group of ranks, not to one of them."""
 
@@ -103,7 +104,7 @@ class SidecarProcess:
         """All but its pulse, which says nothing but that it lives."""
         while (message := self._port.receive(seconds)) is not None:
             seconds, self._heard = 0, True
-            self._has_started |= isinstance(message, Pulse | Rebase | Seen)
+            self._has_started |= isinstance(message, _SAID_ONCE_STARTED)
             if not isinstance(message, Pulse):
                 yield message
 
