@@ -96,7 +96,7 @@ def count_step(
     """
     with _without_numbers(model) as shape, Live() as live, _norms_in_float32(on_gpu and dtype is not None):
         told = LatentBatch(shape(batch.latents), {name: shape(states) for name, states in batch.text.items()}, shape(batch.geometry))
-        live.knows(*(tensor for part in model.parts.values() for tensor in (*part.parameters(), *part.buffers())))
+        live.knows(*lies_there(model))
         live.now = live.peak = 0
         if fused:
             let_go(parameter for part in model.parts.values() for parameter in part.parameters() if parameter.requires_grad)
@@ -122,7 +122,7 @@ def flow_through(model: Model, ask: Callable[[Shape], Any], *, dtype: torch.dtyp
     ask: is handed what makes a tensor without numbers of one that has some.
     """
     with _without_numbers(model) as shape, Live() as live, _norms_in_float32(on_gpu and dtype is not None):
-        live.knows(*(tensor for part in model.parts.values() for tensor in (*part.parameters(), *part.buffers())))
+        live.knows(*lies_there(model))
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             answer = ask(shape)
     return live.peak, answer
@@ -132,6 +132,13 @@ def away(blocks: Iterable[nn.Module], but: set[int] = frozenset()) -> int:
     """Of these blocks in the order in which they come, the bytes that are never on the device: two after each other are there. `but`: see `bytes_of`."""
     sizes = [sum(bytes_of(block, but).values()) for block in blocks]
     return sum(sizes) - max(one + following for one, following in pairwise(sizes))
+
+
+def lies_there(model: Model) -> Iterator[Tensor]:
+    """What no step makes: weights, buffers, and tables of places that some modules keep as plain attributes, as Qwen-Image's does (4 MB)."""
+    for part in model.parts.values():
+        yield from (*part.parameters(), *part.buffers())
+        yield from (value for module in part.modules() for value in vars(module).values() if isinstance(value, Tensor))
 
 
 def ids(params: Params) -> set[int]:
