@@ -197,7 +197,7 @@ function drawGlance(run, figures) {
   $("samples-bar").hidden = figures.share === null;
   bar("samples-bar", figures.share);
   const left = figures.eta_seconds === null ? "no forecast while nobody trains" : `about ${duration(figures.eta_seconds)} left`;
-  set("eta", run.finished ? `all of them are trained${lasted ? `, in ${duration(lasted)}` : ""}` : run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end");
+  set("eta", run.finished ? `${run.total_samples > run.samples ? "the host ended it early" : "all of them are trained"}${lasted ? `, in ${duration(lasted)}` : ""}` : run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end");
   set("round", count.format(run.round));
   $("round-bar").hidden = run.finished;
   bar("round-bar", figures.round_share);
