@@ -46,6 +46,7 @@ from tests import tiny
 
 BF16 = torch.bfloat16
 CPU, META = torch.device("cpu"), torch.device("meta")
+_CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 
 
 @dataclass(frozen=True)
@@ -250,18 +251,25 @@ def vae_bytes(size: str, batch: int) -> tuple[int, int]:
 
 
 def measured(step: Callable[[], object]) -> int:
-    """The most bytes that PyTorch's allocator had given out at a time since `step` began."""
+    """The most bytes that PyTorch's allocator had given out at a time since `step` began, but for what a convolution takes while it runs: on a CPU with
+    AVX-512 a copy of its weights or of a tensor in another order, up to 118 MB for SDXL, and none of it on a GPU."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
-    now = most = 0
-    for event in sorted((e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    now = most = until = 0
+    for event in events:
+        if event.name() in _CONVOLUTIONS:
+            until = max(until, event.start_ns() + event.duration_ns())
+        elif event.name() == "[memory]":
+            after = now + event.nbytes()
+            if event.start_ns() > until:
+                most = max(most, now, after)
+            now = after
     return most
 
 
-def compared(model: Model, params: Params, need: Need, batch: LatentBatch, dtype: torch.dtype | None, fused: bool = False, held: int = 0) -> float:
-    """What a step's gradients and layers take, measured over counted, beside `held` bytes of weights. need: the count of the same model."""
+def compared(model: Model, params: Params, need: Need, batch: LatentBatch, dtype: torch.dtype | None, fused: bool = False) -> float:
+    """What a step's gradients and layers take, measured over counted. need: the count of the same model."""
     if fused:
         let_go(params.values())
 
@@ -273,7 +281,7 @@ def compared(model: Model, params: Params, need: Need, batch: LatentBatch, dtype
     step()  # what is made once and kept, such as places of pictures, is there then
     for parameter in params.values():
         parameter.grad = None
-    return (held + measured(step)) / (held + need.step)
+    return measured(step) / need.step
 
 
 def check_tiny(family: str, method: str, dtype: torch.dtype | None, fused: bool = False) -> float:
@@ -286,9 +294,7 @@ def check_tiny(family: str, method: str, dtype: torch.dtype | None, fused: bool 
 
 
 def check_full_size(size: str, method: str, dtype: torch.dtype | None, side: int = 256) -> float:
-    """A step of one picture of `side` pixels, and the weights: on a CPU a convolution's backward has a copy of its weights in another order, which makes
-    1.4 and 1.6 of a LoRA's step alone (SD 1.5, SDXL), and which a GPU has not. Raises UserError where there is less memory than the count, a quarter, and
-    a gigabyte for the program."""
+    """A step of one picture of `side` pixels. Raises UserError where there is less memory than the count, a quarter, and a gigabyte for the program."""
     family, shapes = SIZES[size].family, flowing(size, side)
     need = count(
         *prepared(family, method, META, dtype, denoiser=without_numbers(size)), batch_of(*shapes, 1, META), OPTIMIZERS["adamw"], dtype=dtype, on_gpu=False
@@ -300,7 +306,7 @@ def check_full_size(size: str, method: str, dtype: torch.dtype | None, side: int
             fix="End other programs, or choose another with --check.", code=ExitCode.MEMORY,
         )  # fmt: skip
     model, params = prepared(family, method, CPU, dtype, denoiser=filled(without_numbers(size), dtype or torch.float32))
-    return compared(model, params, need, batch_of(*shapes, 1, CPU), dtype, held=held)
+    return compared(model, params, need, batch_of(*shapes, 1, CPU), dtype)
 
 
 def filled(part: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
