@@ -60,7 +60,10 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="loading-") as name:
         folder = Path(name) / "model"
         write(SIZES[options.size], folder, tiny_one=options.tiny)
-        rows = [in_a_process(way, folder) for way in WAYS]
+        rows = []
+        for way in WAYS:
+            rows.append(in_a_process(way, folder))
+            print_table(rows[-1:])
     print_table(rows)
     once = {row["way"]: row["most"] <= row["made"] + LIBRARIES_GB for row in rows}
     print_result({"once": once, "rows": rows, "size": options.size, "tiny": options.tiny})
