@@ -276,7 +276,8 @@ EXISTING_SESSION = NEW_SESSION + '--peers="Provided DHT peers"'
 
 
 def test_the_originals_own_lines_start_a_peer_of_two_ranks_and_one_that_joins_it(swarm):
-    host = swarm.host("--total_samples", "64", "--target_batch_size", "32", "--run_name", "myFinetunedModel")
+    # A peer that was told to wait asks again after 5 s; in that time the other one trained 64 samples, the whole run as it was.
+    host = swarm.host("--total_samples", "320", "--target_batch_size", "32", "--run_name", "myFinetunedModel")
     order(host, "pause")  # nobody trains before both are there
 
     def line(words, ranks, peers=""):
