@@ -128,7 +128,7 @@ class Blocks:
 
     def _split(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """(scales as bfloat16, codes as uint8), views of `data`."""
-        count = data.numel() // (2 + self.block * self.bits // 8)
+        count = data.numel() // self.num_bytes(self.block)
         return data[: 2 * count].view(torch.bfloat16), data[2 * count :]
 
     def _pack(self, codes: Tensor, out: Tensor) -> None:
