@@ -6,6 +6,7 @@ environment and exit status. It is killed when the process that asked for it end
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Sequence
@@ -55,6 +57,7 @@ class Forked:
         assert told, "the process that forks has ended"
         self.pid: int = json.loads(told)
         self.returncode: int | None = None
+        self._says = Path(os.readlink(f"/proc/self/fd/{files[2]}"))
         _living.add(self)
 
     def poll(self) -> int | None:
@@ -66,8 +69,26 @@ class Forked:
         if status is None:
             import subprocess
 
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            raise subprocess.TimeoutExpired(f"{self.pid}, whose family does\n{self._where()}\n", timeout)
         return status
+
+    def _where(self) -> str:
+        """What it and its descendants do, and the end of what they said: with their stacks, those that were forked."""
+        import psutil
+
+        lines, family = [], []
+        with contextlib.suppress(psutil.Error):
+            family = [asked := psutil.Process(self.pid), *asked.children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.Error, OSError):
+                caught = int(Path(f"/proc/{process.pid}/status").read_text().partition("SigCgt:")[2].split()[0], 16)
+                if caught >> signal.SIGUSR2 - 1 & 1:
+                    process.send_signal(signal.SIGUSR2)
+                waits = Path(f"/proc/{process.pid}/wchan").read_text()
+                lines.append(f"{process.pid} {process.status()} {waits} {shlex.join(process.cmdline())[:200]}")
+        time.sleep(1)  # for the stacks
+        said = self._says.read_text(errors="replace")[-10_000:] if self._says.is_file() else ""
+        return "\n".join([*lines, said])
 
     def _status(self, timeout: float | None) -> int | None:
         if self.returncode is None:
@@ -307,6 +328,7 @@ def _live(question: dict[str, Any], files: list[int]) -> int | None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR2, file=2)  # asked by who has waited in vain
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

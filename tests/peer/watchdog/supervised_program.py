@@ -34,10 +34,9 @@ def main():
     (output / "lives.json").write_text(json.dumps(lives[1:]))
     what = lives[0]
     if what == "away":  # it has a wish in its ears, and no server
-        signal.signal(signal.SIGTERM, lambda *_: os.close(writing))
-        reading, writing = os.pipe()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a handler's signal could come between our last look and a wait
         (output / "listening").touch()
-        os.read(reading, 1)
+        signal.sigwait({signal.SIGTERM})
         raise UserError("The server does not answer.", fix="Check it.", code=ExitCode.NETWORK)
     life(TRAINING)
     if what == "hang":
