@@ -4,6 +4,7 @@ Each is a word signed with the host's key, in a file of the work folder. A runni
 the others, who hand the word on; so it holds also where nobody can reach the server.
 """
 
+import argparse
 import sys
 import time
 from collections import Counter
@@ -31,6 +32,30 @@ _SHORTEST_ENDING = 6
 def main(argv: Sequence[str]) -> None:
     """`dd-datasetserver ban|unban|trust|distrust|members`, the server running or not. Raises UserError."""
     verb = argv[0]
+    args = _arguments(verb, argv[1:])
+    work_dir = work_folder.given(args)
+    run, samples, tokens, wrong = _ledger(work_dir)
+    bans, proven = _bans(work_dir, run), Proven(run, work_dir / PROOFS_FILE)
+    if verb == "members":
+        print("\n".join(_lines(samples, tokens, bans, proven.reasons(wrong))))
+        return
+    peer = _named(args.peer, {*samples, *tokens, *_spoken_of(bans), *proven.peers()})
+    _refuse(verb, peer, run, bans, proven)
+    if nothing := _nothing_to_take_back(verb, peer, bans):
+        print(nothing)
+        return
+    trusted = verb == "trust" or (verb == "unban" and peer in bans.trusted)
+    given = {word.about: word.reason for word in bans.words if word.banned}  # a second ban that gives none leaves it
+    reason = (args.reason or given.get(peer, "")) if verb == "ban" else ""
+    say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=reason)
+    print(f"{peer} is {_DONE[verb]}; the server knows within a second, the other peers within a minute")
+    if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
+        print(f"others average, too, until you trust {missing} more that can be dialled", file=sys.stderr)
+    if verb == "ban" and tokens.get(peer):
+        print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
+
+
+def _arguments(verb: str, argv: Sequence[str]) -> argparse.Namespace:
     about = {
         "ban": "Keep a peer out: the server gives it nothing, and within a minute the other peers neither call, hear nor answer it.",
         "unban": "Let a banned peer in again.",
@@ -47,33 +72,26 @@ def main(argv: Sequence[str]) -> None:
     if verb == "ban":
         parser.add_argument("--reason", default="", help="one line; the peer reads it, and so do the others")
     work_folder.add_arguments(parser)
-    args = parser.parse_args(argv[1:])
-    work_dir = work_folder.given(args)
-    run, samples, tokens, wrong = _ledger(work_dir)
-    bans, proven = _bans(work_dir, run), Proven(run, work_dir / PROOFS_FILE)
-    if verb == "members":
-        print("\n".join(_lines(samples, tokens, bans, proven.reasons(wrong))))
-        return
-    peer = _named(args.peer, {*samples, *tokens, *_spoken_of(bans), *proven.peers()})
+    return parser.parse_args(argv)
+
+
+def _refuse(verb: str, peer: str, run: RunConfig, bans: Bans, proven: Proven) -> None:
+    """Raises UserError where the host cannot say this."""
     if verb == "unban" and (reason := proven.reason(peer)):
         raise UserError(f"{peer} is banned by a proof: {reason}.", fix="Nobody can take that back; its owner can come back with a new key.")
     if verb in ("trust", "distrust") and bans.reason(peer):
         raise UserError(f"{peer} is banned: {bans.reason(peer)}.", fix=f"Let it in first: dd-datasetserver unban {peer[-_SHORTEST_ENDING:]}")
     if verb == "trust" and not run.members_of:
         raise UserError("Only in a run for members does every peer know whom you trust.", fix="Begin one: --members yes, or --tokens.")
-    taken_back = {"unban": ("banned", bans.peers()), "distrust": ("trusted", bans.trusted)}
-    if verb in taken_back and peer not in taken_back[verb][1]:
-        print(f"{peer} is not {taken_back[verb][0]}: nothing to take back")
-        return
-    trusted = verb == "trust" or (verb == "unban" and peer in bans.trusted)
-    given = {word.about: word.reason for word in bans.words if word.banned}  # a second ban that gives none leaves it
-    reason = (args.reason or given.get(peer, "")) if verb == "ban" else ""
-    say(work_dir, run, peer, banned=verb == "ban", trusted=trusted, reason=reason)
-    print(f"{peer} is {_DONE[verb]}; the server knows within a second, the other peers within a minute")
-    if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
-        print(f"others average, too, until you trust {missing} more that can be dialled", file=sys.stderr)
-    if verb == "ban" and tokens.get(peer):
-        print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
+
+
+def _nothing_to_take_back(verb: str, peer: str, bans: Bans) -> str:
+    """The line for it; "" where there is something, or nothing is taken back."""
+    if verb == "unban" and peer not in bans.peers():
+        return f"{peer} is not banned: nothing to take back"
+    if verb == "distrust" and peer not in bans.trusted:
+        return f"{peer} is not trusted: nothing to take back"
+    return ""
 
 
 def say(
