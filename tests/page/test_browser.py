@@ -121,6 +121,8 @@ def test_empty_paused_and_lost_are_said_and_end(browse):
             assert "Nobody is here yet" in await tab.text()
             scene.now = a_run([], finished=True, samples=20000)
             await tab.until("document.getElementById('eta').innerText.startsWith('the host ended it early')")
+            scene.now = a_run([], finished=True, samples=0, round=0)
+            await tab.until("document.getElementById('model-text').innerText === 'There is none: nothing was trained.'")
             scene.now = a_run([], finished=True) | dict.fromkeys(("ledger", "samples_by_peer", "epoch", "checkpoint"))
             await tab.until("document.getElementById('model-text').innerText.startsWith('Every peer that was there at the end')")
             scene.now = a_run([a_peer(1)]) | dict.fromkeys(("ledger", "samples_by_peer", "epoch", "checkpoint"))

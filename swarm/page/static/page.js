@@ -197,7 +197,9 @@ function drawGlance(run, figures) {
   $("samples-bar").hidden = figures.share === null;
   bar("samples-bar", figures.share);
   const left = figures.eta_seconds === null ? "no forecast while nobody trains" : `about ${duration(figures.eta_seconds)} left`;
-  set("eta", run.finished ? `${run.total_samples > run.samples ? "the host ended it early" : "all of them are trained"}${lasted ? `, in ${duration(lasted)}` : ""}` : run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end");
+  const ended = run.total_samples > run.samples ? "the host ended it early" : "all of them are trained";
+  const goes = run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end";
+  set("eta", !run.finished ? goes : lasted ? `${ended}, in ${duration(lasted)}` : ended);
   set("round", count.format(run.round));
   $("round-bar").hidden = run.finished;
   bar("round-bar", figures.round_share);
@@ -277,8 +279,9 @@ function drawModel(run) {
   const of = (round, samples) => `round ${count.format(round)}, ${count.format(samples)} samples`;
   set("model-text", state ? `The server keeps the state of ${of(state.round, state.samples)}. Make a model of it with:`
     : had ? `The peers hold the state of ${of(run.round, run.samples)}. Make a model of it with:`
-    : run.finished ? "Every peer that was there at the end has it in its output folder."
-    : "Nobody is here to give it. It can be had as soon as a peer is back.");
+    : !run.finished ? "Nobody is here to give it. It can be had as soon as a peer is back."
+    : run.samples ? "Every peer that was there at the end has it in its output folder."
+    : "There is none: nothing was trained.");
   show("model-how", Boolean(had));
   const address = here ? new URL(".", location.href).href.replace(/[/]$/, "") : "/ip4/ADDRESS-OF-A-PEER";
   set("model-command", `dd-export ${address} --out model`);
