@@ -19,6 +19,7 @@ from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 from simulation.lies import Lies, Made
 from simulation.misled import Company, Misled
+from swarm.digest import digest_bytes
 
 if TYPE_CHECKING:
     from simulation.machine import Machine
@@ -59,6 +60,9 @@ class Checks:
         self._world = world
         self.commits: dict[str, Commit] = {}
         self._of_group: dict[tuple, str] = {}
+        """By parent, members, and in a run for members the group's name, which is in the state there: closed again, it is another group."""
+        self._made_by: dict[str, str] = {}
+        """Of each state: the name of the group that made it."""
         self._averaged: set[str] = set()
         self._void: set[str] = set()
         """Groups whose whole mean somebody has; and those whose mean, as somebody knows, nobody has or will have."""
@@ -152,7 +156,8 @@ class Checks:
             return
         if not number:
             return
-        other = self._of_group.setdefault((parent, members), digest)
+        group = self._made_by.get(digest, "") if self._world.run.members_of else ""
+        other = self._of_group.setdefault((parent, members, group), digest)
         if other != digest and not self.lies.may_differ((parent, members)):
             self.breach(f"one group made two states of {parent[:8]}: {other[:8]} and {digest[:8]}", machine)
         elif other != digest and (wrong := self.lies.parts((parent, members))):
@@ -192,7 +197,7 @@ class Checks:
         left, found = server.book.wrong.all(), set()
         for proof in server.proven.wrong_means:
             parent, members, *_ = json.loads(proof.group)
-            digest = self._of_group.get((parent, tuple(map(tuple, members))))
+            digest = self._of_group.get((parent, tuple(map(tuple, members)), digest_bytes(proof.group.encode())))
             if digest is not None and digest not in self.buried and "left to you" not in left.get(proof.accused, ""):
                 found.add(digest)
         return found
@@ -206,7 +211,9 @@ class Checks:
         """What a peer's log line says beside its text: a group was averaged in, or is void; a peer is proven to have lied."""
         if "proven" in said and (wrong := self.lies.proves(said["proven"], self._world.strangers)):
             self.breach(wrong)
-        self._averaged |= {said["averaged"]} if "averaged" in said else set()
+        if "averaged" in said:
+            self._averaged.add(said["averaged"])
+            self._made_by[said["made"]] = said["averaged"]
         self._void |= {said["void"]} if "void" in said else set()
         if ("averaged" in said or "void" in said) and not self._averaged.isdisjoint(self._void):
             self.breach("a group was closed again, and somebody has the mean of its first closing")

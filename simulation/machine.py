@@ -268,7 +268,7 @@ class Machine:
         path = self.disk.root() / "state" / "met.json"
         try:
             return json.loads(path.read_text())["peers"]
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, LookupError, TypeError):  # a disk may turn any bit of it
             return []
 
     # ------------------------------------------------------------- power

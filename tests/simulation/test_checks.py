@@ -117,6 +117,15 @@ def test_in_a_run_for_members_no_stranger_is_in_a_state(scene):
     assert "cy is no member" in scene.broken()
 
 
+@pytest.mark.parametrize(("members_of", "closing", "says"), [("key", 2, ""), ("key", 1, "one group made two states"), ("", 2, "one group")])
+def test_a_group_that_is_closed_again_makes_another_state_in_a_run_for_members_alone(scene, members_of, closing, says):
+    scene.checks._world.run = SimpleNamespace(members_of=members_of)
+    for digest, number in (("two", 1), ("2nd", closing)):
+        scene.checks.closings({"averaged": f"closing {number}", "made": digest})
+        scene.adopts(digest, "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
+    assert says in scene.broken() if says else not scene.broken()
+
+
 def test_nobody_goes_back_to_an_ancestor_unless_it_was_started_again(scene):
     two = ("two", "one", 2, 32, [["ann", 2, 8], ["bob", 2, 8]])
     one = ("one", "base", 1, 16, [["ann", 1, 8], ["bob", 1, 8]])

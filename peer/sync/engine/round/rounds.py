@@ -299,6 +299,6 @@ class Rounds:
         log.info(
             "%s round=%d peers=%d samples=%d total_samples=%d state=%s seconds=%.2f",
             done.how, header.round, len(group.members), header.samples, self._end.total, state.digest[:8], self._clock() - began,
-            extra={"averaged": group.id},
+            extra={"averaged": group.id, "made": state.digest},
         )  # fmt: skip
         return done
