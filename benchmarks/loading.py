@@ -28,9 +28,9 @@ from torch import nn
 
 from benchmarks.common import print_result, print_table
 from benchmarks.device_memory import SIZES, Size, at_full_size
+from peer.launch.starting_model import load_model
 from peer.machine.waiting import Files
 from peer.models.diffusion.source import quiet
-from peer.wiring import load_model
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.run_config import RunConfig
 from tests import tiny

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from peer.launch.command_line import parse
+from peer.launch.launch import Launch
 from peer.launch.launcher import Rank
 from peer.launch.resolving import resolve_run
 from peer.loop.train import Trainer
 from peer.machine.device import RankGroup, choose_device, set_threads
 from peer.models.diffusion.source import quiet
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from scripts.demo import quickstart
 from swarm.errors import ExitCode, UserError
 

@@ -98,7 +98,7 @@ def _command(argv: Sequence[str]) -> None:
 
 
 def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
-    """This server's options, and what files and flags say about the run: `--config` of both, `--run` of the run alone."""
+    """This server's options, and what files and flags say about the run; `--config` is a file of both."""
     parser = ArgumentParser(
         "dd-datasetserver",
         description="Serve captioned pictures to a swarm: found the run or resume it, lease its samples and count them.",
@@ -113,7 +113,7 @@ def _read(argv: Sequence[str]) -> tuple[ServerConfig, dict[str, Any]]:
     own = {field.name for field in dataclasses.fields(ServerConfig)}
     config = build(ServerConfig, {name: value for name, value in said.items() if name in own}, server_flags)
     of_run = {name: value for name, value in said.items() if name not in own}
-    return config, {**of_run, **(read_toml(Path(config.run), RunConfig) if config.run else {}), **run_flags}
+    return config, {**of_run, **run_flags}
 
 
 def _ingest(work_dir: Path, config: ServerConfig, run: RunConfig | None):

@@ -53,10 +53,10 @@ class ServerConfig:
     duplicates: str = option("keep", "Pictures that are there more than once, byte by byte: 'keep' or 'drop'; they are listed in any case.", choices=("keep", "drop"))
     dry_run: bool = option(False, "Check the run's options and the pictures, say what would be left out, and end; nothing is written or served.")
 
-    run: str = option("", "TOML file with the run's options; flags win over it.", section="the run")
     lease_seconds: float = option(
-        60.0, "A lease that is not renewed for N seconds goes to another peer. Raise it for links that break off for minutes.", ge=1, le=86_400
-    )
+        60.0, "A lease that is not renewed for N seconds goes to another peer. Raise it for links that break off for minutes.", ge=1, le=86_400,
+        section="the run",
+    )  # fmt: skip
     grace_seconds: float = option(
         60.0,
         "A gone peer's work may still be averaged for N seconds; then its samples are leased again. Raise it for rounds that take minutes.",

@@ -200,5 +200,5 @@ def _check_owner(db: sqlite3.Connection, path: str, run: RunConfig) -> None:
         begun = RunConfig.from_mapping(json.loads(meta["run_config"]), where=str(path))
         begun.refuse_another(asdict(run))
         raise UserError(  # the same options, named by another rule: never served over the samples of another id without a word
-            f"The ledger {path} is of the run {begun.run_id}, not {run.run_id}.", fix="Start without --model and --run to go on with it."
+            f"The ledger {path} is of the run {begun.run_id}, not {run.run_id}.", fix="Start without --model to go on with it."
         )

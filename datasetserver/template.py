@@ -29,7 +29,7 @@ _EXAMPLES = {
     "public_url": "http://203.0.113.7:9090",
     "tokens": "tokens.txt",
 }
-_WORKED_OUT = ("model_digest", "dataset_digest", "lora_weights_digest", "dry_run", "run")
+_WORKED_OUT = ("model_digest", "dataset_digest", "lora_weights_digest", "dry_run")
 """Not for this file: the founder works the first three out, and the others are for a single start."""
 _WIDTH = 118
 

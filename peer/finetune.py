@@ -86,7 +86,8 @@ def _train(peer: PeerConfig, given: dict) -> int:
 
                 peer = with_largest(peer, joined, given, device, rank, stop)
                 joined = joined if peer.swarming else resolve_run(peer, given)  # alone, a step's samples are in the run
-            from peer.wiring import Launch, assemble
+            from peer.launch.launch import Launch
+            from peer.wiring import assemble
 
             trainer, results = assemble(
                 Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)

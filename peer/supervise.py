@@ -18,7 +18,7 @@ from peer.volunteer.commands import own_command
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import End, Policy, Verdict, smaller
 from peer.watchdog.room import as_flags, forget_room, next_way, told_batch
-from peer.watchdog.trainer_process import PROGRAM, Launch
+from peer.watchdog.trainer_process import PROGRAM, Processes
 from peer.watchdog.vitals import OutOfMemory, Vitals, Watchdog
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.files import lock_folder
@@ -64,7 +64,7 @@ class Supervisor:
         self._smaller: tuple[int, int] | None = None
         self._room: list[str] = []
         self._again = False
-        self._launch: Launch | None = None
+        self._trainer: Processes | None = None
         self._asked: float | None = None
         self._told = False
         self._kill_at = math.inf
@@ -123,25 +123,25 @@ class Supervisor:
         ranks = 1 if self._peer.assist else self._peer.nproc_per_node
         output = self._log_file.pipe if self._log_file else None
         forget_room(self._folder)
-        self._launch = launch = Launch(self._arguments(), self._folder, ranks=ranks, output=output, tick=self._tick, program=self._program)
+        self._trainer = trainer = Processes(self._arguments(), self._folder, ranks=ranks, output=output, tick=self._tick, program=self._program)
         if self._asked is not None:  # while it was being started
             self._tell(signal.SIGTERM)
         watchdog, memory, stalled = Watchdog(self._peer.stall_seconds, time.monotonic()), OutOfMemory(), ""
         looked = time.monotonic()
-        while (code := launch.poll()) is None and not stalled and time.monotonic() < self._kill_at:
+        while (code := trainer.poll()) is None and not stalled and time.monotonic() < self._kill_at:
             self._tick()
             if (now := time.monotonic()) - looked >= _LOOK_SECONDS:
                 # What stopped us stopped the trainer as well, or may have: it gets a tick to show life.
                 if now - looked < 5 * _LOOK_SECONDS:
                     memory.look()
-                    stalled = watchdog.look(last_sign(self._folder), lambda: Vitals.of(launch.family()), now)
+                    stalled = watchdog.look(last_sign(self._folder), lambda: Vitals.of(trainer.family()), now)
                 looked = now
         if stalled:
-            log.error("the trainer stands still: %s. Where it is:\n%s", stalled, launch.stacks())
+            log.error("the trainer stands still: %s. Where it is:\n%s", stalled, trainer.stacks())
         out_of_memory = memory.look()
-        launch.end(at_once=bool(stalled) or code is None)
+        trainer.end(at_once=bool(stalled) or code is None)
         watchdog.look(last_sign(self._folder), Vitals, time.monotonic())
-        self._launch = None
+        self._trainer = None
         self._tick(0)
         return End(code if code is not None else -signal.SIGKILL, bool(stalled), out_of_memory, watchdog.trained_seconds)
 
@@ -166,9 +166,9 @@ class Supervisor:
         self._tell(number)
 
     def _tell(self, number: int) -> None:
-        if self._launch and self._launch.poll() is None:
+        if self._trainer and self._trainer.poll() is None:
             self._told = True
-            self._launch.signal(number)
+            self._trainer.signal(number)
 
 
 def _as_asked(end: End) -> bool:

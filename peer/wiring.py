@@ -1,19 +1,16 @@
 """A peer's parts, and the only place that puts them together: what learns, what it learns from, whom it agrees with, who is told."""
 
 import dataclasses
-import importlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import nullcontext
 from operator import length_hint
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peer.config import PeerConfig
-from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, Source, SourceContext, Sync, SyncContext, parts_of
+from peer.contracts import Params, Source, SourceContext, Sync, SyncContext
 from peer.drawing.gallery import Showing
 from peer.drawing.held_out import HeldOut
 from peer.drawing.validation import Validation
@@ -22,120 +19,43 @@ from peer.figures.metrics import Progress
 from peer.figures.terminal import wanted
 from peer.figures.trackers import Trackers
 from peer.launch import membership
-from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.launch.lengths import Every, check_step, local_step_samples, of_epochs
 from peer.launch.resolving import known_hosts, token_for
-from peer.launch.starting_model import load_model
+from peer.learner import Learner, build_learner, noise_seed
 from peer.loop.accounts import Accounts
 from peer.loop.all_ranks import RankedSync
 from peer.loop.clipping import Clip
 from peer.loop.ema import Ema
-from peer.loop.fused import FusedStep, check_fused
+from peer.loop.fused import FusedStep
 from peer.loop.occasions import Occasion, Occasions, seldom
-from peer.loop.optim import build_optimizer, check_here, told
-from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16
+from peer.loop.optim import told
+from peer.loop.rounding import innermost, keep_in_bf16
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
 from peer.machine.compiling import Compiled
-from peer.machine.device import Precision, RankGroup, choose_precision, gains_by_channels_last, use_channels_last
 from peer.machine.disk_space import check_disk
 from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
-from peer.machine.making_room import ways_left
-from peer.machine.placing import Placing, placing
 from peer.machine.profiling import Profiler, profile_folder
-from peer.machine.swap import Swap, swaps
 from peer.machine.trial_of_speed import Trial
-from peer.machine.turns import Turns, takes_turns
-from peer.machine.waiting import Files
 from peer.results.checkpoint import Checkpoints
 from peer.results.output_folder import Owner, claim, folder_id, lock
 from peer.results.writer import Results
 from peer.rooms import load_part
 from peer.samples.buckets import Buckets
-from peer.samples.caches import Caches, open_caches
-from peer.samples.class_pictures import ClassPictures, check_prior, prepare
+from peer.samples.class_pictures import check_prior
 from peer.samples.decoding import Decoder
-from peer.samples.encoding import Encoder
 from peer.samples.feed import Feed, window_steps
 from peer.volunteer.resting import Resting
-from peer.watchdog.room import tell_room
-from swarm.bans import Bans
-from swarm.end import EXTENSION_FILE, End
-from swarm.errors import ExitCode, UserError
-from swarm.founding import check_resolution
-from swarm.members import Members
+from swarm.end import End
+from swarm.errors import UserError
 from swarm.ports import refuse_busy
-from swarm.run.method import method_named
 from swarm.run.strategy import swarms
-from swarm.run_config import RunConfig
 from swarm.run_identity import PLACES
 from swarm.subsets import folders_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """One start of a peer: the run, what this machine chose, its ranks, and how it ends."""
-
-    joined: Joined
-    peer: PeerConfig
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """What the command line said of the run."""
-    group: RankGroup
-    device: torch.device
-    stopping: Callable[[], bool]
-    end: End | None = None
-    """Where the run ends, by default as `joined` has it: whoever hears from the host that it was put off tells the others here."""
-    bans: Bans | None = None
-    """Whom the host keeps out, by default those of whom `joined` knows; heard and told as the end is."""
-    members: Members | None = None
-    """The run's members, with our own membership: rank 0 has them where peers average, from `admitted` on."""
-    closing: ExitStack
-    """Closes the parts in the reverse order of their making."""
-
-    def __post_init__(self) -> None:
-        if self.end is None:
-            kept = Path(self.peer.output_dir) / EXTENSION_FILE if self.peer.swarming else None
-            object.__setattr__(self, "end", End(self.joined.run, self.joined.host_key, self.joined.extension, kept))
-        if self.bans is None:
-            object.__setattr__(self, "bans", Bans(self.joined.run, self.joined.host_key, self.joined.bans))
-
-    @property
-    def run(self) -> RunConfig:
-        return self.joined.run
-
-    @property
-    def run_here(self) -> RunConfig:
-        """The run with this peer's places where it gave some: those of the host say nothing on another machine."""
-        return dataclasses.replace(self.run, **{name: self.given[name] for name in PLACES if self.given.get(name)})
-
-    @property
-    def output(self) -> Path:
-        """Where this peer writes. Raises UserError when it cannot be made."""
-        folder = Path(self.peer.output_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
-        return folder
-
-
-@dataclass(kw_only=True)
-class Learner:
-    """What learns: a model, what of it is trained, and by which rule."""
-
-    model: Model
-    encode: Callable[[PixelBatch, torch.Generator], LatentBatch]
-    params: Params
-    optimizer: torch.optim.Optimizer
-    precision: Precision
-    place: Placing
-    ahead: Callable[[Sequence[PixelBatch]], list[PixelBatch]] | None = None
-    """Asks the frozen parts about a window of batches; None: they are asked at each step."""
-    caches: Caches = field(default_factory=Caches)
-    prior: ClassPictures | None = None
 
 
 def assemble(launch: Launch) -> tuple[Trainer, Results]:
@@ -197,117 +117,6 @@ def admitted(launch: Launch) -> Launch:
     if not launch.peer.client_mode:
         refuse_busy(launch.peer.host_maddrs)
     return dataclasses.replace(launch, members=membership.kept(launch.joined, launch.peer, launch.bans, launch.closing))
-
-
-def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
-    """The model with what is trained of it, the same at all ranks, and the method that says what that is."""
-    run, peer, device = launch.run, launch.peer, launch.device
-    turned, swapped = check_options(peer, run, device, launch.group.world)
-    if launch.group.is_main:
-        tell_room(device.type, ways_left(run, peer, device), peer.train_batch_size)
-    files = Files(launch.peer.cache_folder / "waiting") if swapped and peer.swap_to == "disk" else None
-    hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
-    windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
-    if launch.given.get("lora_weights") and not run.lora_weights_digest:
-        raise UserError("This run does not begin with a LoRA.", fix="Leave out --lora_weights, or found a run of your own with it.")
-    method_named(run.method).check_files(launch.run_here)
-    method = load_part("methods", run.method).build(launch.run_here)
-    model = load_model(run, launch.given, None)
-    check_resolution(run, model.resolution_multiple)
-    computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
-    precision = choose_precision(_format(peer), device, computing)
-    method.begin(model)
-    if peer.base_precision != "auto":
-        model.pack(peer.base_precision, device, hold=hold)
-    model.place(device, None if peer.ipex else precision.dtype, method.whole(model), hold=hold)  # IPEX casts in its own way
-    swap = Swap(model, peer.blocks_to_swap, device, as_they_are=bool(files)) if swapped else None
-    turns = Turns(model, device, swap) if turned else None
-    if swap and not turns:
-        swap.bring_others(model)
-    prior = prepare(model, run, peer, precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
-    if peer.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-    if gains_by_channels_last(peer.channels_last, device):
-        log.info("channels_last=%s", ",".join(use_channels_last(model.parts)))
-    params = method.attach(model)
-    if turns:
-        turns.keep(params)
-    elif swap:
-        swap.bring_others(model)
-    launch.group.broadcast_(list(params.values()))
-    kept = {"latents": peer.cache_latents, "texts": peer.cache_text}
-    with precision.autocast():
-        caches = open_caches(
-            model, run, precision.dtype, launch.peer.cache_folder, int(peer.cache_gib * 2**30), **kept, trained=(trained := parts_of(params))
-        )
-    optimizer = build_optimizer(run, params, device)
-    place = placing(device, peer.train_batch_size * (2 if peer.with_prior_preservation else 1))
-    encoder = Encoder(model, caches, place.lazy)
-    encode = place.latents(encoder)
-
-    def encode_a_step(batch: PixelBatch, rng: torch.Generator) -> LatentBatch:
-        if turns:  # in the middle of a step XLA would compile what was asked before as another program
-            turns.begin(model.facts.denoiser)
-        return encode(batch, rng)
-
-    def ahead(batches: Sequence[PixelBatch]) -> list[PixelBatch]:
-        with precision.autocast():
-            return encoder.ahead(batches, precision.rng_device, texts=not trained & model.facts.text_encoders.keys())
-
-    learner = Learner(
-        model=model,
-        encode=encode_a_step,
-        ahead=ahead if windows else None,
-        params=params,
-        optimizer=RoundingOptimizer(optimizer, noise_seed(run, own_id)) if peer.weights == "bf16" else optimizer,
-        precision=precision,
-        place=place,
-        caches=caches,
-        prior=prior,
-    )
-    return learner, method
-
-
-def check_options(peer: PeerConfig, run: RunConfig, device: torch.device, world: int) -> tuple[bool, bool]:
-    """Whether the model's parts take turns on `device`, and whether some of its blocks wait elsewhere. world: ranks of this launch.
-
-    Raises UserError where this machine's options do not go with each other, with the run or with the device; asked before a model is loaded.
-    """
-    if device.type == "xla":
-        importlib.import_module("peer.machine.xla").check_options(peer)
-    choose_precision(_format(peer), device, 0)
-    check_here(run, peer.weights, device)
-    check_base(peer, run, device)
-    check_fused(peer, run, device, world)
-    return takes_turns(peer, device), swaps(peer, run, device)
-
-
-def _format(peer: PeerConfig) -> str:
-    """Of numbers, as `choose_precision` wants it."""
-    return "bf16" if peer.weights == "bf16" else peer.mixed_precision
-
-
-def check_base(peer: PeerConfig, run: RunConfig, device: torch.device) -> None:
-    """Raises UserError where --base_precision has nothing to hold in fewer bits, or was not tried; asked before a model is loaded."""
-    if peer.base_precision != "auto" and method_named(run.method).whole:
-        raise UserError(
-            f"--base_precision {peer.base_precision} is for weights that nobody trains, and --method {run.method} trains all of the denoiser's.",
-            fix="Remove it; --weights bf16 takes less memory there.",
-        )
-    if peer.base_precision != "auto" and device.type == "xla":
-        raise UserError("--base_precision was not tried on XLA's devices.", fix="Remove it.")
-
-
-def build_trial(launch: Launch, learner: Learner) -> Trial | None:
-    """Of the other way to compute that this machine asked for."""
-    if not (launch.peer.compile or launch.peer.ipex):
-        return None
-    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[learner.model.facts.denoiser])
-    return Trial(way, learner.params, learner.precision, launch.group)
-
-
-def noise_seed(run: RunConfig, own_id: str) -> str:
-    return f"{run.seed}:{own_id}"
 
 
 def build_source(launch: Launch, own_id: str, window_samples: int = 0) -> Source | None:
@@ -440,6 +249,14 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         stepped=profiler.stepped,
     )
     return trainer, trackers
+
+
+def build_trial(launch: Launch, learner: Learner) -> Trial | None:
+    """Of the other way to compute that this machine asked for."""
+    if not (launch.peer.compile or launch.peer.ipex):
+        return None
+    way = Ipex() if launch.peer.ipex else Compiled(learner.model.parts[learner.model.facts.denoiser])
+    return Trial(way, learner.params, learner.precision, launch.group)
 
 
 def build_sync(launch: Launch, params: Params) -> Sync | None:

@@ -101,7 +101,8 @@ def _measure(
 
 def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any], most: int) -> None:
     """In the process: tell of each size that fits, or of the error that ends it."""
-    from peer.wiring import Launch, build_learner
+    from peer.launch.launch import Launch
+    from peer.learner import build_learner
 
     os.environ.pop(FOLDER, None)  # who supervises the trainer has nothing to hear of this
     rank = Rank()

@@ -25,7 +25,7 @@ _END_SECONDS = 20.0
 _DUMP_SECONDS, _KILL_SECONDS = 3.0, 60.0
 
 
-class Launch:
+class Processes:
     """output: where all of them write, None: where we do; tick: called while waiting, and waits a little itself.
 
     To be made in the main thread: children end with the thread that started them.

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from peer.contracts import LatentBatch, PixelBatch
 from peer.launch.command_line import parse
+from peer.launch.launch import Launch
 from peer.launch.resolving import resolve_run
 from peer.launch.stopping import Stop
+from peer.learner import Learner
 from peer.machine.device import Precision, Rank, RankGroup
 from peer.machine.placing import Direct
-from peer.wiring import Launch, Learner, admitted, build_source, build_trainer, peer_id
+from peer.wiring import admitted, build_source, build_trainer, peer_id
 from swarm.errors import run_program
 from swarm.logs import setup_logging
 

@@ -131,7 +131,7 @@ class SwarmRun:
     def _start_server(self) -> None:
         folder = self.plan.folder
         (folder / "run.toml").write_text(run_settings(self.plan), encoding="utf-8")
-        command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "dataset"), "--run", str(folder / "run.toml")]
+        command = [sys.executable, "-m", "datasetserver", "--dataset", str(folder / "dataset"), "--config", str(folder / "run.toml")]
         command += ["--work_dir", str(folder / "server"), "--port", str(self.plan.port), "--shard_samples", "64"]
         command += ["--members", "yes"] if self.plan.strangers else []
         self._server = Program("server", command, folder / "logs" / "server.log", {}, ROOT)

@@ -47,7 +47,7 @@ def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
         (["bann", "--dataset", data], "Unknown command bann. Did you mean 'ban'? See --help."),
         (["serve"], "Unknown command serve. See --help."),
         (["pause", "--dataset"], "--dataset: expected one argument"),
-        ([*good, "--run", str(tmp_path / "run.toml")], "learning_rate"),
+        ([*good, "--config", str(tmp_path / "run.toml")], "learning_rate"),
         ([*good, "--lease_seconds", "0"], "lease_seconds"),
         ([*good, "--model_digest", "0" * 64], "digest"),
     ]:

@@ -9,9 +9,10 @@ import torch
 
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup
 from peer.results.checkpoint import Checkpoints
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.run_config import RunConfig
 from tests.peer.test_finetune import finish, start
 

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from peer.config import PeerConfig
 from peer.contracts import LeaseLost, PixelBatch, SyncReport
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup
 from peer.results.checkpoint import Checkpoints, about
 from peer.results.result import read_result
 from peer.sync.none import NoSync
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401

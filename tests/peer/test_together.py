@@ -14,8 +14,8 @@ from peer.launch.fitted import fitted
 from peer.launch.joining import Joined
 from peer.launch.launcher import Rank
 from peer.launch.measured_batch import with_largest
+from peer.learner import check_options
 from peer.machine.fitting import Fit
-from peer.wiring import check_options
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT

@@ -5,10 +5,12 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
 
+from datasetserver import template
 from datasetserver.__main__ import _read
 from peer.launch.command_line import parse
 from swarm.errors import ExitCode
@@ -20,8 +22,8 @@ VALUES = {"DD_SERVER": "http://203.0.113.7:9090", "DD_DATASET": "/srv/pictures",
 VALUES |= {"DD_MADDR": "/ip4/203.0.113.7/tcp/31337", "DD_FLAGS": "", "PICTURES": "/srv/pictures", "MODEL": "/srv/model"}
 
 
-def check_command(command: list[str]) -> None:
-    """The program is one of ours, and takes these flags."""
+def check_command(command: list[str], folder: Path) -> None:
+    """The program is one of ours, and takes these flags, with a file as `dd-datasetserver init` writes it."""
     scripts = configparser.ConfigParser(delimiters=["="])
     scripts.read(ROOT / "setup.cfg")
     program, *flags = command
@@ -31,9 +33,9 @@ def check_command(command: list[str]) -> None:
         assert peer.datasetserver and peer.output_dir != "output"
     else:
         assert program == "dd-datasetserver"
-        if "--run" in flags:  # a file of the host's
-            at = flags.index("--run")
-            flags = flags[:at] + flags[at + 2 :]
+        if "--config" in flags:
+            (folder / "run.toml").write_text(template.text({"dataset": "pictures", "model": "my-model", "tokens": "tokens.txt"}))
+            flags[flags.index("--config") + 1] = str(folder / "run.toml")
         config, _ = _read(flags)
         assert config.dataset and config.host_maddrs and config.public_url
 
@@ -44,7 +46,7 @@ def unit(name: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["dd-peer", "dd-datasetserver"])
-def test_units_start_our_programs_with_flags_that_they_take(name):
+def test_units_start_our_programs_with_flags_that_they_take(name, tmp_path):
     (start,) = unit(f"{name}.service")["ExecStart"]
     conf = (SYSTEMD / ("peer.conf" if name == "dd-peer" else "server.conf")).read_text()
     given = dict(line.split("=", 1) for line in conf.splitlines() if line and not line.startswith("#"))
@@ -55,7 +57,7 @@ def test_units_start_our_programs_with_flags_that_they_take(name):
     if words[:2] == ["/bin/sh", "-c"]:
         words = shlex.split(words[2].partition(" exec ")[2])
     assert words[0] == f"/opt/distributed-diffusion/.venv/bin/{name}"
-    check_command([name, *words[1:]])
+    check_command([name, *words[1:]], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dd-peer", "dd-datasetserver"])
@@ -83,11 +85,11 @@ def compose(name: str = "compose.yaml") -> dict:
     return yaml.safe_load(text)
 
 
-def test_the_compose_file_starts_a_host_and_two_peers_that_find_each_other():
+def test_the_compose_file_starts_a_host_and_two_peers_that_find_each_other(tmp_path):
     services = compose()["services"]
     assert list(services) == ["server", "peer-1", "peer-2"]
     for name, service in services.items():
-        check_command(service["command"])
+        check_command(service["command"], tmp_path)
         assert service["init"] and service["restart"] != "no"
         build = service["build"]
         context = (DOCKER / build["context"]).resolve()

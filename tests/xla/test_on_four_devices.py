@@ -12,12 +12,13 @@ from PIL import Image
 from peer.config import PeerConfig
 from peer.contracts import PixelBatch
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
 from peer.machine.placing import placing
 from peer.results.checkpoint import Checkpoints
 from peer.results.result import read_result
 from peer.sync.engine.vectors import Flat, Schema, flatten
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.run_config import RunConfig
 from tests import tiny
 

@@ -337,10 +337,11 @@ class Machine:
 def _learner(machine: Machine) -> Any:
     from contextlib import ExitStack
 
+    from peer.launch.launch import Launch
     from peer.launch.launcher import Rank
+    from peer.learner import build_learner
     from peer.machine.device import RankGroup, choose_device, set_threads
     from peer.machine.turns import to_try
-    from peer.wiring import Launch, build_learner
 
     rank = Rank()
     device = choose_device(machine.peer.device, rank)

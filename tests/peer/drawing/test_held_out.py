@@ -102,7 +102,7 @@ def test_with_an_average_a_swarm_measures_its_state_and_a_peer_alone_what_it_exp
 
 
 def test_a_stream_of_rows_is_refused_before_a_model_is_loaded(start, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("peer.wiring.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("peer.learner.load_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match="--dataset_name") as raised:
         start(run=SPLIT, train_data_dir="", dataset_name="rows")
     assert "--train_data_dir" in raised.value.fix

@@ -14,6 +14,7 @@ from peer.data.client import runs
 from peer.data.client.transport import Reply
 from peer.launch import membership
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.launch.membership import Keeper, kept, visitor
 from peer.machine.device import Rank, RankGroup
 from swarm.bans import Bans
@@ -249,10 +250,10 @@ def never(*_, **__):
 def test_a_trainer_that_is_not_let_in_hears_it_before_the_model_is_loaded(refused, monkeypatch):
     peer, joined = refused
     cpu = torch.device("cpu")
-    monkeypatch.setattr(wiring, "load_model", never)
+    monkeypatch.setattr("peer.learner.load_model", never)
     with ExitStack() as closing, pytest.raises(UserError, match="banned this peer: it lies") as raised:
         group = RankGroup(Rank(), cpu)
-        wiring.assemble(wiring.Launch(joined=joined, peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing))
+        wiring.assemble(Launch(joined=joined, peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing))
     assert raised.value.code == ExitCode.AUTH
 
 
@@ -271,7 +272,7 @@ def test_a_trainer_that_is_let_in_passes_its_membership_on(run, key, tmp_path, m
     cpu = torch.device("cpu")
     with ExitStack() as closing:
         group = RankGroup(Rank(), cpu)
-        launch = wiring.Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
+        launch = Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
         built = []
         monkeypatch.setattr(wiring, "load_part", lambda *_: Strategy(built))
         assert launch.members is None
@@ -287,7 +288,7 @@ def test_a_port_that_another_program_has_is_refused_before_the_model_is_loaded(r
         peer = PeerConfig(output_dir=str(tmp_path), host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
         identity_file(peer.identity_file, "alice")
         group = RankGroup(Rank(), cpu)
-        launch = wiring.Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
+        launch = Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
         with pytest.raises(UserError, match=f"Cannot listen on /ip4/127.0.0.1/tcp/{port}: Address already in use") as refused:
             wiring.admitted(launch)
         assert refused.value.code == ExitCode.NETWORK

@@ -9,8 +9,9 @@ import torch
 
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.run_config import RunConfig
 from tests.peer.machine.test_swap import deep_family  # noqa: F401
 

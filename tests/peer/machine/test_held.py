@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from peer.contracts import LatentBatch
+from peer.launch.starting_model import load_model
 from peer.rooms import load_part
-from peer.wiring import load_model
 from swarm.digest import digest_model
 from swarm.run_config import RunConfig
 from tests import tiny

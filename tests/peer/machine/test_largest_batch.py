@@ -8,10 +8,11 @@ import torch
 
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.launch.launcher import Rank
+from peer.learner import build_learner
 from peer.machine.device import RankGroup
 from peer.machine.largest_batch import CardMemory, HostMemory, largest, try_sizes
-from peer.wiring import Launch, build_learner
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.machine.shallow import tiny_model  # noqa: F401

@@ -12,12 +12,12 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch
+from peer.launch.starting_model import load_model
 from peer.machine.counting import count
 from peer.machine.swap import Swap, _Block, swaps
 from peer.machine.waiting import Files
 from peer.models.diffusion.packed import PRECISIONS
 from peer.rooms import load_part
-from peer.wiring import load_model
 from swarm.errors import ExitCode, UserError
 from swarm.run.optimizer import OPTIMIZERS
 from swarm.run_config import RunConfig

@@ -10,11 +10,12 @@ import torch
 
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine import compiling, ipex
 from peer.machine.compiling import Compiled
 from peer.machine.device import Rank, RankGroup, choose_precision
 from peer.machine.trial_of_speed import Trial, relative_difference
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny

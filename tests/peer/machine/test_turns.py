@@ -10,11 +10,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from peer import wiring
+from peer import learner
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.turns import Turns, _tensors, takes_turns, to_try
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
@@ -125,7 +126,7 @@ def test_a_class_is_drawn_with_two_moves_and_what_never_leaves_again_is_not_held
 
 
 def test_a_move_that_breaks_off_is_made_again(tiny_model, moved, monkeypatch):  # noqa: F811
-    model = wiring.load_model(RunConfig(model=str(tiny_model)), {}, None)
+    model = learner.load_model(RunConfig(model=str(tiny_model)), {}, None)
     model.place(CPU, hold=torch.Tensor.cpu)
     Turns(model, CPU).keep({})
     with torch.no_grad():
@@ -239,13 +240,13 @@ def test_ranks_of_which_one_has_turns_draw_the_same_windows(tiny_model, pictures
     """Else the one that has turns takes part in draws of which the other does not know, and both wait for ever."""
     one_by_one, loaded = threading.Lock(), threading.Barrier(2, timeout=60)
 
-    def load(*asked, load=wiring.load_model):
+    def load(*asked, load=learner.load_model):
         with one_by_one:  # while transformers load a model, all modules that are made in this process are empty
             model = load(*asked)
         loaded.wait()
         return model
 
-    monkeypatch.setattr(wiring, "load_model", load)
+    monkeypatch.setattr(learner, "load_model", load)
     monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
     plain = of_ranks(tmp_path / "plain", tiny_model, pictures, False, False)
     turned = of_ranks(tmp_path / "turned", tiny_model, pictures, False, True)

@@ -11,10 +11,11 @@ from torch import nn
 
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch
+from peer.launch.starting_model import load_model
+from peer.learner import check_base
 from peer.machine.first_gradient import FirstGradient
 from peer.models.diffusion.packed import PRECISIONS, PackedLinear
 from peer.rooms import load_part
-from peer.wiring import check_base, load_model
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT

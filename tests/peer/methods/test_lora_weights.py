@@ -282,7 +282,7 @@ def test_a_peer_trains_on_from_the_file_however_it_holds_the_model(written, shal
 
 
 def test_a_file_that_is_not_here_is_missed_before_the_model_is_loaded(start, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("peer.wiring.load_model", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr("peer.learner.load_model", lambda *_: pytest.fail("the model is loaded"))
     run = dataclasses.replace(RUN, method="lora", lora_weights="/nowhere", lora_weights_digest="0" * 64)
     with pytest.raises(UserError, match=r"^The run begins with the LoRA /nowhere, and there is none here\. Ask the host"):
         start("peer", run=run)

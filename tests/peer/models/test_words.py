@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from peer.launch.starting_model import load_model
 from peer.rooms import load_part
-from peer.wiring import load_model
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401

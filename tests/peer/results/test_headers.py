@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from peer import export
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup
 from peer.results.loading import LORA as FILE
 from peer.results.result import read_result
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.digest import digest_model
 from swarm.run.family import families
 from swarm.run_config import RunConfig

@@ -12,10 +12,11 @@ import torch
 
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
+from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup
 from peer.sync.engine.trainer import sidecar_process, swarm_sync
 from peer.sync.engine.vectors import flatten
-from peer.wiring import Launch, assemble
+from peer.wiring import assemble
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import WAIT_SECONDS
 from tests.warm import spawn_sidecar
