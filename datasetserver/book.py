@@ -81,6 +81,8 @@ class Book:
         self._sure = ""
         """The newest state of the head's chain that we know peers of two owners to stand behind; '': none."""
         self._to_discard = discarded
+        self._said_to_follow: set[str] = set()
+        """Digests of states that somebody has reported to follow a discarded one. Only a report says so, so another may say otherwise."""
         self._seen: dict[str, float] = {}
         self._names = names or _unguessable()
         self._owners = Owners(self._store)
@@ -88,7 +90,7 @@ class Book:
         self.tree = StateTree(self._registered, most_of_one)
         self.wrong = WrongStates(self._store, self.tree)
         self._load()
-        self._lineage = Lineage(self.tree)
+        self._lineage = Lineage(self.tree, self._registered)
         self._rebuild()
         self._begun = self.shard_epochs.last_epoch
         """The last epoch of which a shard epoch was leased; after a restart that of any shard epoch we know."""
@@ -157,7 +159,8 @@ class Book:
         withdrawn = [c for c in self._live_of(peer) if any(mask & c.shard_epochs.get(uid, 0) for uid, mask in masks.items())]
         released = sum(self._withdraw(contribution) for contribution in withdrawn)
         for uid, mask in masks.items():
-            released += self._free(uid, self._strip(uid, mask, peer=peer))
+            if taken := self._strip(uid, mask, peer=peer):  # else `_free` would draw the order of any epoch that a request names
+                released += self._free(uid, taken)
         return released
 
     def contribute(self, peer: str, number: int, keys: Sequence[str], *, offered: bool = False) -> Contribution:
@@ -190,6 +193,8 @@ class Book:
         self._await(contribution)
         if (peer, number) in self._lineage.included:
             self._count(contribution)
+            for pair in self._lineage.came(peer, number, self._pending):
+                self._withdraw(self._contributions[pair])
         if vouched:
             self._note_receipt(contribution)
         before = self.tree.head
@@ -489,10 +494,11 @@ class Book:
         return gone
 
     def _refuse_discarded(self, state: State) -> None:
-        if self._discarded.isdisjoint((state.digest, state.parent)):
+        if self._discarded.isdisjoint((state.digest, state.parent)) and state.parent not in self._said_to_follow:
+            self._said_to_follow.discard(state.digest)
             return
-        if len(self._discarded) < _MOST_DISCARDED:
-            self._never_take(state.digest)  # so that what follows it is refused, too
+        if len(self._said_to_follow) < _MOST_DISCARDED:
+            self._said_to_follow.add(state.digest)  # so that what follows it is refused, too, until somebody says that it follows another state
         message = f"The host has discarded state {state.digest[:16]}, or one before it."
         raise Refused(409, "discarded", message, "Start again: dd-peer goes on from what was before it.")
 

@@ -1,16 +1,20 @@
 """Which contributions are in the head and its ancestors, and what follows from that for those that are not."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from datasetserver.tree import Contribution, State, StateTree
 
 
 class Lineage:
-    """included: all contributions of the head's chain. last: the number of each peer's last one, as far back as every state of the chain was
-    reported. Read again by `read`, or made longer by `extend` when a child follows the head."""
+    """included: all contributions of the head's chain. last: the number of each peer's last one that it has registered, as far back as every
+    state of the chain was reported. Read again by `read`, or made longer by `extend` when a child follows the head.
 
-    def __init__(self, tree: StateTree):
-        self._tree = tree
+    registered: the samples of a contribution, 0 for one that its peer has not told of. A report alone may name any number: by it a liar could
+    have all that others have pending withdrawn.
+    """
+
+    def __init__(self, tree: StateTree, registered: Callable[[Contribution], int]):
+        self._tree, self._registered = tree, registered
         self.read()
 
     def read(self) -> None:
@@ -21,13 +25,16 @@ class Lineage:
             if state.parent != known if known else state.round != 1:
                 self.last, self._whole = {}, False
             self.included |= set(state.contributions())
-            self.last |= dict(state.contributions())
+            self.last |= self._numbers(state)
             known = state.digest
 
     def extend(self, head: State) -> None:
         """The head has a child, which is the new head."""
-        self.last |= dict(head.contributions())
+        self.last |= self._numbers(head)
         self.included |= set(head.contributions())
+
+    def _numbers(self, state: State) -> dict[str, int]:
+        return {peer: number for peer, number in state.contributions() if self._registered((peer, number))}
 
     def passed(self, head: State, pending: Iterable[Contribution]) -> list[Contribution]:
         """Of what is pending, what members of `head`, a child of the head, registered between their last part in its chain and this one.
@@ -35,6 +42,16 @@ class Lineage:
         No state takes an earlier contribution after a later one: its peer died, and another process of it goes on. One that may be in a
         state whose report was lost is not among them.
         """
-        now = dict(head.contributions())
+        now = self._numbers(head)
         earlier = sorted(pair for pair in pending if pair[1] < now.get(pair[0], 0))
-        return [(peer, number) for peer, number in earlier if self.last.get(peer, 0 if self._whole else number) < number]
+        return [(peer, number) for peer, number in earlier if self._before(peer, number) < number]
+
+    def came(self, peer: str, number: int, pending: Iterable[Contribution]) -> list[Contribution]:
+        """As `passed`, of a contribution of the chain that is registered only now."""
+        before = self._before(peer, number)
+        self.last[peer] = max(before, number)
+        return sorted(pair for pair in pending if pair[0] == peer and before < pair[1] < number)
+
+    def _before(self, peer: str, number: int) -> int:
+        """The peer's last one in the chain, `number` where none is known for certain."""
+        return self.last.get(peer, 0 if self._whole else number)

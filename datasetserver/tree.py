@@ -206,8 +206,9 @@ class StateTree:
         """What its members add: of each no more than it registered, nor than two rounds have, and nothing that an ancestor has."""
         total = 0
         for peer, number, samples in state.members:
-            if not self._in_lineage((peer, number), state, ancestor):
-                total += min(samples, self._registered((peer, number)), self._most or samples)
+            registered = self._registered((peer, number))  # first: who reports may name 512 that nobody did, and each look goes through the chain
+            if registered and not self._in_lineage((peer, number), state, ancestor):
+                total += min(samples, registered, self._most or samples)
         return total
 
     def _in_lineage(self, pair: Contribution, state: State, ancestor: State | None) -> bool:

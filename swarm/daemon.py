@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 
 from swarm import sockets
 from swarm.lifeline import die_with_parent
@@ -21,6 +22,17 @@ _GO = {"GOMAXPROCS": "1", "GOGC": "400"}
 less time for an average."""
 _spawn = asyncio.subprocess.create_subprocess_exec
 _starting = 0
+
+
+async def _answered(self: ControlClient, *question: Any, answer: Any = ControlClient._handle_persistent_request) -> None:
+    """hivemind remembers a question until it is answered, and for ever one that was cancelled or whose answer is too large: 4 MB each."""
+    try:
+        await answer(self, *question)
+    finally:
+        self._handler_tasks.pop(question[0], None)
+
+
+ControlClient._handle_persistent_request = _answered
 
 
 class Daemon:

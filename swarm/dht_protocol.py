@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 ASKS_PER_SECOND, ASKS_AT_ONCE = 64.0, 128
 """Questions of one peer that are answered, and that it is asked. An honest one asks every node some three times a second, in rounds of
 0.4 s some twenty times; who is refused takes this node for gone for 5 s, so the bound is well above that."""
-_MOST_ASKED = 4
-"""Keys or records in one question; ours have one."""
+_MOST_ASKED = 1
+"""Keys or records in one question; ours have one. An answer with four full keys is above the 4 MiB that travel, and hivemind kept each."""
 _LARGEST_ANSWER = BYTES_OF_A_KEY + (64 << 10)
 _MOST_BAD = 8
 """Records in an answer that do not pass, before the rest of it is not looked at: verifying 512 takes 20 ms."""

@@ -26,7 +26,7 @@ BANNED = "banned"
 MAX_KEYS = 200_000  # in one request; a peer that trains more samples in one round is far beyond what a round is for
 NO_LEASE = "0" * 32  # in place of a lease's name: keys that a peer holds by any lease, or in a contribution
 MAX_BODY_BYTES = 8 << 20  # holds MAX_KEYS keys
-MAX_MEMBERS = 4096
+MAX_MEMBERS = 512
 MAX_SHARDS = 1_000_000
 MAX_SHARD_SAMPLES = 1_000_000
 MAX_GENERATIONS = 1000
@@ -331,7 +331,7 @@ class ContributionRequest(Message):
     run_id: RunId
     peer: PeerId
     number: Positive
-    keys: Keys
+    keys: Annotated[list[SampleKey], Field(min_length=1, max_length=MAX_KEYS)]
     offered: bool = False
 
 

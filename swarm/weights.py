@@ -3,6 +3,9 @@
 import statistics
 from collections.abc import Sequence
 
+_LEAST = 2.0**-60
+"""With a share of 1 of 2^53 samples still a normal float32."""
+
 
 def counted(samples: Sequence[int], proved: Sequence[bool]) -> list[int]:
     """As how many samples each contribution counts. proved: whether it has a receipt; empty where nobody has.
@@ -21,9 +24,10 @@ def factors(norms: Sequence[float], sizes: Sequence[int], times: float) -> list[
     """What each contribution is multiplied with, at most 1: none is longer than `times` the lower median of all, each for its size.
 
     With two members the smaller norm is used: the other may be a liar's. Norms of zero are left out of the median. norms: empty where there
-    is nothing to compare; times: 0 for whole.
+    is nothing to compare; times: 0 for whole. Below _LEAST it is 0, since float32, in which reducers multiply, may have nothing for it.
     """
     if not times or not any(norms):
         return [1.0] * len(sizes)
     limit = times * statistics.median_low([norm / size for norm, size in zip(norms, sizes, strict=True) if norm])
-    return [min(1.0, limit * size / norm) if norm else 1.0 for norm, size in zip(norms, sizes, strict=True)]
+    exact = [min(1.0, limit * size / norm) if norm else 1.0 for norm, size in zip(norms, sizes, strict=True)]
+    return [factor if factor >= _LEAST else 0.0 for factor in exact]

@@ -616,3 +616,63 @@ def test_what_waits_for_its_round_counts_as_held_beside_as_much_as_was_counted(d
     samples = book._contributions[pending[0]].samples
     book.add_final(state("a", None, 1, samples, (*pending[0], samples)), "alice")
     assert book.lease("alice", 1), "what is final gives room"
+
+
+def test_giving_back_what_one_does_not_hold_begins_no_epoch(book):
+    book.lease("alice", 4)
+    drawn = len(book.shard_epochs._orders)
+    assert book.release(NO_LEASE, "bob", [sample_key(epoch, 0, 0) for epoch in range(1, 200)]) == 0
+    assert len(book.shard_epochs._orders) == drawn and book.shard_epochs.last_epoch == 0
+
+
+def test_a_report_of_a_number_that_a_peer_never_registered_withdraws_nothing_of_it(book):
+    before = final(book, 1, None, 1, 0, peer="mallory")
+    held = keys(book.lease("alice", 4))
+    book.contribute("alice", 1, held)
+    book.contribute("mallory", 2, keys(book.lease("mallory", 4))[:1])
+    book.add_final(state("a lie", "mallory1", 2, before + 3, ("alice", 2**53, 2), ("mallory", 2, 1)), "mallory")
+    assert book.counted_samples == before + 1
+    assert book.contribute("alice", 1, held).live and not set(held) & set(keys(book.lease("bob", 7)))
+    book.add_final(state("the truth", "mallory1", 2, before + 4, ("alice", 1, 4)), "alice")
+    assert book.counted_samples == before + 4
+
+
+def test_what_is_registered_late_and_is_in_the_chain_withdraws_what_its_peer_had_before(book):
+    first, second = keys(book.lease("alice", 4)), keys(book.lease("alice", 4))
+    book.contribute("alice", 1, first)
+    book.add_final(state("two", None, 1, 4, ("alice", 2, 4)), "bob")
+    assert book.contribute("alice", 1, first).live  # nobody knows yet that number 2 is hers
+    book.contribute("alice", 2, second, offered=True)
+    with refusal("withdrawn"):
+        book.contribute("alice", 1, first)
+    assert sorted(keys(book.lease("bob", 4))) == sorted(first)
+
+
+def test_who_reports_that_a_state_follows_a_discarded_one_keeps_nobody_from_reporting_it_as_it_is(db, clock):
+    orders = []
+    book = open_book(db, clock, discarded=lambda: orders)
+    book.contribute("alice", 1, keys(book.lease("alice", 4)))
+    book.add_final(state("one", None, 1, 4, ("alice", 1, 4)), "alice")
+    book.contribute("alice", 2, keys(book.lease("alice", 4)))
+    orders.append(digest("bad"))
+    with refusal("discarded"):
+        book.add_final(state("two", "bad", 2, 8, ("alice", 2, 4)), "mallory")
+    with refusal("discarded"):  # as long as nobody says otherwise
+        book.add_final(state("three", "two", 3, 9, ("alice", 3, 1)), "mallory")
+    assert book.add_final(state("two", "one", 2, 8, ("alice", 2, 4)), "alice").digest == digest("two")
+    assert book.counted_samples == 8
+    with refusal("contradiction"):
+        book.add_final(state("two", "bad", 2, 8, ("alice", 2, 4)), "mallory")
+    assert book.add_final(state("three", "two", 3, 9, ("alice", 3, 1)), "bob")
+
+
+def test_members_whom_nobody_knows_cost_no_walk_through_the_chain(book, monkeypatch):
+    book.contribute("alice", 1, keys(book.lease("alice", 4)))
+    book.add_final(state("one", None, 1, 4, ("alice", 1, 4)), "alice")
+    made_up = [(f"nobody{number}", 1, 1) for number in range(512)]
+    for name in ("a", "b", "c"):
+        book.add_final(state(name, "one", 2, 516, *made_up), "mallory")
+    walked = []
+    monkeypatch.setattr(book.tree, "_in_lineage", lambda *asked: walked.append(asked) or False)
+    book.add_final(state("d", "one", 2, 516, *made_up), "mallory")
+    assert not walked and book.counted_samples == 4

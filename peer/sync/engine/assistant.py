@@ -26,7 +26,7 @@ from peer.sync.engine.replica import Replica
 from peer.sync.engine.round.evidence import MOST_ASKED, ask
 from peer.sync.engine.round.excerpts import Auditor
 from peer.sync.engine.round.heads import most_signed
-from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State
+from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State, better
 from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
 from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.transfer.disk import StateStore
@@ -205,17 +205,26 @@ async def _stored_or_fetched(
     kind = Kind.read(path)
     if kind is not None:
         _check_memory(run, strategy, kind, store.buffers)
-    kept = (run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size) if kind is not None else None
-    state = store.load(*kept) if kept else None
-    if state is None and kept and store.forsaken and (settled := archive.newest()):
-        state = store.load(*kept, paths=[settled])  # all that were newer are discarded: nobody else may have one of before
+    state = _stored(run, strategy, kind, store, archive) if kind is not None else None
     if state is None:
+        known = kind
         kind, state = await _first_from_others(run, strategy, node, members, discarded=store.discarded, buffers=store.buffers)
+        if known is None and (stored := _stored(run, strategy, kind, store, archive)) and better(stored.head, state.head):
+            state = stored  # only the kind was lost
         try:
             kind.write(path)
         except OSError as error:
             log.warning("cannot write %s, so the others are asked again after the next start: %s", path, error.strerror)
     return kind, [state]
+
+
+def _stored(run: RunConfig, strategy: Strategy, kind: Kind, store: StateStore, archive: Archive) -> State | None:
+    """The newest state on disk."""
+    kept = run.digest, kind.schema, kind.num_bytes(strategy.slots), run.target_batch_size
+    state = store.load(*kept)
+    if state is None and store.forsaken and (settled := archive.newest()):
+        state = store.load(*kept, paths=[settled])  # all that were newer are discarded: nobody else may have one of before
+    return state
 
 
 def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind, buffers: Buffers) -> None:

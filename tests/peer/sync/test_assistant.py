@@ -502,6 +502,24 @@ def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_ne
     assert "asked again after the next start: No space left" in caplog.text
 
 
+def test_a_helper_that_lost_the_kind_of_state_alone_goes_on_from_its_own_newest_state(tmp_path, monkeypatch):
+    run, states = make_run(sync="parameters"), chain(3, run=make_run(sync="parameters").digest)
+    kind = Kind(states[-1].header.schema, (states[-1].buffer.num_bytes // 4, 0))
+
+    async def from_others(*_, **__):
+        return kind, states[0]
+
+    monkeypatch.setattr(assistant, "_first_from_others", from_others)
+    store = StateStore(tmp_path / "state")
+    store.save(states[-1])
+    (tmp_path / "kind.json").write_text("{")
+    stored = assistant._stored_or_fetched(
+        run, Parameters(), None, Members(run), store, tmp_path / "kind.json", assistant.Archive(tmp_path / "settled", store, 0)
+    )
+    told, (state,) = asyncio.run(stored)
+    assert state.digest == states[-1].digest and Kind.read(tmp_path / "kind.json") == told == kind
+
+
 def test_a_helper_whose_newest_states_are_discarded_goes_on_from_the_newest_of_before_and_forgets_them(tmp_path, caplog):
     run, key = make_run(sync="parameters"), HostKey(tmp_path / "host.key")
     bans, states = Bans(run, key.public), chain(5, run=run.digest)

@@ -55,6 +55,27 @@ def test_who_fetches_a_state_learns_of_all_rounds_that_its_holder_knows_without_
     virtual(scenario)
 
 
+def test_rounds_that_lead_in_a_circle_come_to_an_end():
+    """A liar named one of our rounds as the parent of one long before it: the walk back never ended, and with it the process."""
+    known = [committed(state) for state in states()[1:]]
+    circle = replace(known[0], parent=known[20].digest)
+    past = Past(None, Cell(states()[-1], Bell(), lambda: 0.0), list, print, [circle, *known[1:]], lambda: 0.0)
+    assert past.missing() is None and [each.round for each in past._from(known[9].digest)] == list(range(10, 0, -1))
+
+
+def test_the_oldest_round_is_not_believed_whose_parent_the_header_does_not_name():
+    headers = [Header(run="r" * 64, schema="s" * 64)]
+    for number in range(1, 600):
+        headers.append(headers[-1].child(digest(number - 1), [Member("a", number, 3)]))
+    last, names = SimpleNamespace(digest=digest(599), header=headers[-1]), 512
+    told = [headers[number].committed_round(digest(number)) for number in range(590, 0, -1)]
+    past = Past(None, Cell(last, Bell(), lambda: 0.0), list, print, (), lambda: 0.0)
+    proven = past._proven(past.missing(), told)
+    assert proven[-1].round == 599 - names + 1
+    past._keep(proven)
+    assert past.missing() is None
+
+
 @pytest.mark.parametrize(
     "forged",
     [

@@ -143,6 +143,30 @@ def test_nothing_is_proven_of_an_honest_reducer(run, name):
         assert not any(holds(here, proof) for proof in made.proofs()), seed
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_one_members_scales_are_not_its_reducers_fault(run, name):
+    """Its bytes are copied as they came, however coarse they are."""
+    wire = Wire(name, 20_000, 300)
+    (coarse,) = vectors_of(wire, 1, 3)
+    for part in wire.parts:
+        part.bytes_of(coarse)[2 * part.layout.blocks :] = 1 if name == "int8" else 0x99  # a code of 1 everywhere: the scales could be smaller
+    made = Share(run, wire, group_of(wire, [coarse], [8]), [coarse])
+    assert not any(holds(run, proof) for proof in made.proofs())
+    assert holds(run, Share(run, wire, group_of(wire, [coarse], [8]), [coarse], turned).proof())
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_a_norm_that_leaves_float32_nothing_of_its_member_frames_nobody(run, name):
+    """The reducer multiplied by a float32 of zero, its checkers by 2 ** -150: of values of 2 ** 127 that was 1e-7, in place of honest 1e-4."""
+    wire = Wire(name, 20_000, 300)
+    huge = 60_000.0 if name == "fp16" else 2.0**127
+    vectors = [wire.encode(torch.full((wire.size,), value)) for value in (1e-4, 1e-4, huge)]
+    group = group_of(wire, vectors, [8, 5, 12])
+    group = dataclasses.replace(group, norms=(*group.norms[:2], 2.0**148))
+    made = Share(dataclasses.replace(run, clip_members=1.0), wire, group, vectors)
+    assert not any(holds(made.run, proof) for proof in made.proofs())
+
+
 def test_weights_are_the_same_for_every_strategy(run):
     """Whether a norm grows with samples is a fact of the strategy, which the proof takes from the one that needs no torch."""
     assert {name for name in strategies() if strategies()[name].swarms} == {"parameters", "diloco", "gradients"}

@@ -61,10 +61,12 @@ class Past:
             del self._known[next(iter(self._known))]
 
     def _from(self, digest: str) -> Iterator[CommittedRound]:
-        """The round that made the state `digest`, and those before it, as far as they are known."""
-        while (each := self._known.get(digest)) is not None:
+        """The round that made the state `digest`, and those before it, as far as they are known. Each is one before the other: what was told may
+        lead in a circle."""
+        newer = None
+        while (each := self._known.get(digest)) is not None and (newer is None or each.round == newer.round - 1):
             yield each
-            digest = each.parent
+            newer, digest = each, each.parent
 
     # ---------------------------------------------------------------- what we do not know
 
@@ -72,7 +74,7 @@ class Past:
         """The oldest round of our lineage that we know without a gap, where our header proves who was before it."""
         for each in self._from(self._oldest.parent) if self._oldest else ():
             self._oldest = each
-        is_missing = self._oldest is not None and self._oldest.round > 1 and self._name(self._oldest.round - 1)
+        is_missing = self._oldest is not None and self._oldest.round > 1 and self._name(self._oldest.round - 2)
         return self._oldest if is_missing else None
 
     def _name(self, round: int) -> str:
@@ -115,7 +117,8 @@ class Past:
         for each in rounds:
             samples = newer.samples - sum(member.samples for member in newer.members)
             follows = (each.digest, each.round, each.samples) == (newer.parent, newer.round - 1, samples)
-            named = self._name(each.round) and each.digest.startswith(self._name(each.round)) and each.parent.startswith(self._name(each.round - 1))
+            names = self._name(each.round), self._name(each.round - 1)
+            named = all(names) and each.digest.startswith(names[0]) and each.parent.startswith(names[1])
             whole = each.members and all(member.samples and member.number for member in each.members)
             if not (follows and named and whole):
                 break

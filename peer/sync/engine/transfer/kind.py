@@ -14,6 +14,7 @@ from typing import Any
 
 from peer.sync.engine.net.messages import KIND_OF_STATE, read
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
+from swarm import files
 
 KIND = "distributed-diffusion.kind.1"
 _ANSWER_SECONDS = 10.0
@@ -39,9 +40,8 @@ class Kind:
         return cls(**read(KIND_OF_STATE, values))
 
     def write(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.to_json()))
-        temporary.replace(path)
+        """Durably: without it the states beside it cannot be read. Raises OSError."""
+        files.replace(path, json.dumps(self.to_json()).encode())
 
     @classmethod
     def read(cls, path: Path) -> "Kind | None":
