@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
+from peer.contracts import Member
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager
+from peer.sync.engine.round.leading import Leading
 from tests.peer.sync.replicas import make_run, peers
 from tests.peer.sync.swarm_tools import PART, until
 from tests.peer.sync.test_closing_again import assert_no_sample_is_lost
@@ -99,6 +102,36 @@ def test_a_reducer_that_lies_about_a_void_group_makes_two_branches_at_most_and_o
         at = max(peer.head.header.round for peer in honest)
         await until(lambda: min(peer.head.header.round for peer in honest) >= at + 5, SECONDS)
         await until(lambda: len({peer.head.digest for peer in honest}) == 1, SECONDS)
+        assert_no_sample_is_lost(honest)
+
+    virtual(scenario)
+
+
+class Inventive(Leading):
+    """Announces a member more, which nobody has ever seen, in each group that it leads."""
+
+    count = 0
+
+    async def _gather(self, *asked):
+        group, answers = await super()._gather(*asked)
+        type(self).count += 1
+        invented = Member(f"zzInvented{self.count}", 1, 1)
+        return replace(group, members=(*group.members, invented), norms=(*group.norms, 1.0)), answers
+
+
+def test_a_leader_that_announces_members_that_are_not_there_is_left_out_and_the_rounds_go_on(virtual):
+    """It ranked first until a round was made, and none was."""
+
+    async def scenario(nodes):
+        *honest, liar = await met(nodes, 4)
+        at = max(peer.head.header.round for peer in honest)
+        kind = type("Liar", (Inventive,), {})
+        leading = liar.replica.rounds.matchmaker._leading
+        leading.__class__ = kind
+        began = nodes.clock()
+        await until(lambda: min(peer.head.header.round for peer in honest) >= at + 20, SECONDS)
+        assert kind.count and any(peer.replica.rounds.company.offences(liar.id) for peer in honest)
+        assert nodes.clock() - began < 300
         assert_no_sample_is_lost(honest)
 
     virtual(scenario)

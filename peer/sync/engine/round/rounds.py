@@ -187,6 +187,9 @@ class Rounds:
             self._heads.averages_in(group)
             await failpoints.reached("group_closed", self._node.peer_id)
             mean = await (self._own(offer) if len(group.peers) == 1 else self._mean(group, offer, age_seconds))
+        except RoundFailed as error:
+            self._doubt_leader(group, error)
+            raise
         finally:
             self.matchmaker.over()
         await failpoints.reached("mean_complete", self._node.peer_id)
@@ -215,6 +218,17 @@ class Rounds:
         if group.leader != self._node.peer_id and not self.company.is_stranger(group.leader):
             strangers = [peer for peer in group.late if self.company.is_stranger(peer)]
             self.company.blame(strangers, slow=strangers)
+
+    def _doubt_leader(self, group: Group, error: RoundFailed) -> None:
+        """Left out for a while, too, is a leader that announced a member of which nobody else has heard and that did not come.
+
+        Who ranks first could else announce one after the other for ever: each costs 5 to 15 s, and without a round the order stays. It may
+        have been a newcomer that died, so the leader counts as slow.
+        """
+        accused = {*error.culprits, *(error.told.culprits if error.told else ())}
+        unknown = {m.peer for m in group.members if m.peer in accused and not self._neighbours.knows(m.peer)}
+        if unknown and group.leader != self._node.peer_id:
+            self.company.blame([group.leader], slow=[group.leader])
 
     async def _mean(self, group: Group, offer: Contribution, age_seconds: float) -> Mean:
         """Raises RoundFailed."""
