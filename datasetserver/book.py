@@ -210,14 +210,14 @@ class Book:
     def add_final(self, state: State, reporter: str) -> State:
         """Take note of a final state, whoever reports it, and count the registered samples of all members; returns the head.
 
-        Refused with 409 when it contradicts itself or a state that is known.
+        Refused with 409 when it contradicts itself, or what is known of that state.
         """
         self.sweep()
         self._touch(reporter)
         known = self.tree.get(state.digest)
+        if known and not known.equals(state):
+            return self._add_another_story(state, reporter)
         if known:
-            if not known.equals(state):
-                raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
             witnesses = self._witnesses(known)
             another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
             if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):
@@ -239,6 +239,21 @@ class Book:
         else:
             self._follow_head(before)
         self._forget_spare(state)
+        return self.tree.head
+
+    def _add_another_story(self, state: State, reporter: str) -> State:
+        """A known state was reported with other figures; returns the head. Refused with 409 where those before count at least as much.
+
+        Who lies may be the first to report a state, and say of it that it holds nothing of the others.
+        """
+        wrong = self.tree.contradiction(state) or state.parent in self._discarded
+        if wrong or not self.tree.outweighs(state):
+            raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
+        state.reporters = [reporter]
+        self.tree.replace(state)
+        for told in (state, *self.tree.children(state.digest)):
+            self._store.set_state(told)
+        self._change_branch()
         return self.tree.head
 
     def countersign(self) -> str:

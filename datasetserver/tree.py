@@ -1,7 +1,8 @@
 """The final states of a run as a tree, what the ledger itself counts for each, and which of them is the head.
 
 A report is somebody's word. Of each member a state counts at most what that member registered, and no contribution twice in a lineage.
-A state whose parent we do not know is kept, and says nothing by itself. Not promised: that a state exists, or is any good.
+A state whose parent we do not know is kept, and says nothing by itself; so is one whose figures do not follow from its parent's, for either may
+be a lie. Of two stories of one state the one that counts more is kept. Not promised: that a state exists, or is any good.
 """
 
 from collections import defaultdict
@@ -75,18 +76,45 @@ class StateTree:
         if self._has_gap(state):
             decided = state.bridge == "" or state.bridge in self._states
             self._set_bridge(state, state.bridge if decided else self._likely_ancestor(state))
-        for child in self._children.get(state.digest, ()):
-            self._set_bridge(self._states[child], None)
+        for child in map(self._states.__getitem__, self._children.get(state.digest, ())):
+            if not self._has_gap(child):
+                self._set_bridge(child, None)
+            elif child.bridge is None:
+                self._set_bridge(child, self._likely_ancestor(child))
+                self._count_from(child)
         self._count_from(state)
+
+    def outweighs(self, state: State) -> bool:
+        """Whether `state`, another story of a digest that is known, counts more than the one that we have."""
+        known = self._states[state.digest]
+        ancestor = self._parent(state) or (self._states.get(self._likely_ancestor(state)) if self._has_gap(state) else None)
+        counted = self._own_count(state, ancestor) + (ancestor.counted if ancestor else 0)
+        gaps = self._has_gap(state) + (ancestor.gaps if ancestor else 0)
+        return (counted, -gaps) > (known.counted, -known.gaps)
+
+    def replace(self, state: State) -> None:
+        """Take this story of a state in place of the one before."""
+        before = self._states[state.digest]
+        self._forget(before)
+        if self.head is before:
+            self.head = max(self._states.values(), key=_rank, default=None)
+        self.add(state)
 
     def count_again(self, pair: Contribution) -> None:
         """A contribution was registered after a state that has it was reported."""
         for digest in self._having.get(pair, ()):
             self._count_from(self._states[digest])
 
+    def children(self, digest: str) -> list[State]:
+        """Those that are said to follow it."""
+        return [self._states[child] for child in self._children.get(digest, ())]
+
     def following(self, digest: str) -> list[State]:
-        """The state, and all that descend from it; none where it is unknown."""
-        return list(self._descendants(digest, self._children)) if digest in self._states else []
+        """The state, and all that are said to descend from it; none where it is unknown."""
+        found = [digest] if digest in self._states else []
+        for one in found:  # reports may lead in a circle
+            found += [child for child in self._children.get(one, ()) if child not in found]
+        return [self._states[one] for one in found]
 
     def twin(self, digest: str) -> State | None:
         """Another state whose digest begins as this one does: of its ancestors of long ago a state has the first ELDER_CHARACTERS only, so peers
@@ -111,11 +139,11 @@ class StateTree:
         states, state = [], self.head
         while state is not None and ancestor is not None and state.round > ancestor.round:
             states.append(state)
-            state = self._states.get(state.parent)
+            state = self._parent(state)
         return states[::-1] if state is not None and state is ancestor else None
 
     def contradiction(self, state: State) -> str | None:
-        """Why a state cannot be true beside those known, or None. Sums and rounds must follow from parent to child."""
+        """Why a state cannot be true, or None."""
         if state.digest == state.parent:
             return "it is its own parent"
         if len({peer for peer, _, _ in state.members}) != len(state.members):
@@ -127,13 +155,6 @@ class StateTree:
             return f"it is the first round, has {state.samples} samples, and its members {state.own_samples}"
         if state.samples < state.own_samples:
             return f"it has {state.samples} samples, and its members alone {state.own_samples}"
-        parent = self._states.get(state.parent)
-        children = [self._states[digest] for digest in self._children.get(state.digest, [])]
-        for older, newer in [(parent, state)] * (parent is not None) + [(state, child) for child in children]:
-            if newer.round != older.round + 1:
-                return f"round {newer.round} cannot follow round {older.round}"
-            if newer.samples != older.samples + newer.own_samples:
-                return f"{older.samples} samples before and {newer.own_samples} of the members make not {newer.samples}"
         return None
 
     def chain(self, state: State | None = None) -> list[State]:
@@ -159,10 +180,16 @@ class StateTree:
     # -- ancestors
 
     def _ancestor(self, state: State) -> State | None:
-        return self._states.get(state.parent) or self._states.get(state.bridge or "")
+        return self._parent(state) or self._states.get(state.bridge or "")
+
+    def _parent(self, state: State) -> State | None:
+        """If it is known, and sums and rounds follow from it."""
+        parent = self._states.get(state.parent)
+        follows = parent is not None and (state.round, state.samples) == (parent.round + 1, parent.samples + state.own_samples)
+        return parent if follows else None
 
     def _has_gap(self, state: State) -> bool:
-        return state.round != 1 and state.parent not in self._states
+        return state.round != 1 and self._parent(state) is None
 
     def _likely_ancestor(self, state: State) -> str:
         """The best state of an earlier round that has no more samples than `state` had before its members; '' for none.
@@ -170,7 +197,8 @@ class StateTree:
         Without it one lost report would make all work before it leasable again.
         """
         before = state.samples - state.own_samples
-        older = (other for other in self._states.values() if other.round < state.round - 1 and other.samples <= before)
+        others = (other for other in self._states.values() if other.digest != state.digest)
+        older = (other for other in others if other.round < state.round - 1 and other.samples <= before)
         return best.digest if (best := max(older, key=_rank, default=None)) else ""
 
     def _set_bridge(self, state: State, ancestor: str | None) -> None:
@@ -180,19 +208,20 @@ class StateTree:
         if ancestor:
             self._bridged[ancestor].append(state.digest)
 
-    def _descendants(self, digest: str, *links: dict[str, list[str]]) -> Iterator[State]:
-        """The state, and after it all that descend from it, parents before their children."""
-        waiting = [digest]
+    def _descendants(self, digest: str) -> Iterator[State]:
+        """The state, and after it all that are counted on top of it, parents before their children."""
+        waiting = [self._states[digest]]
         for one in waiting:
-            yield self._states[one]
-            waiting += [child for link in links for child in link.get(one, ())]
+            yield one
+            linked = map(self._states.__getitem__, (*self._children.get(one.digest, ()), *self._bridged.get(one.digest, ())))
+            waiting += [child for child in linked if self._ancestor(child) is one]
 
     # -- counting
 
     def _count_from(self, state: State) -> None:
         """Count a state anew, and with it all that descend from it; usually it is the newest, and nothing does."""
         fell = False
-        for one in self._descendants(state.digest, self._children, self._bridged):
+        for one in self._descendants(state.digest):
             before, ancestor = one.counted, self._ancestor(one)
             one.counted = self._own_count(one, ancestor) + (ancestor.counted if ancestor else 0)
             one.gaps = self._has_gap(one) + (ancestor.gaps if ancestor else 0)

@@ -1,6 +1,7 @@
 """The ledger's rules, with a clock passed in and SQLite in memory."""
 
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
@@ -410,8 +411,6 @@ def test_a_lost_report_does_not_make_the_work_before_it_leasable(book):
     "wrong",
     [
         state("b", "b", 2, 20, ("alice", 2, 10)),
-        state("b", "a", 3, 20, ("alice", 2, 10)),
-        state("b", "a", 2, 21, ("alice", 2, 10)),
         state("b", "a", 2, 20, ("alice", 2, 5), ("alice", 3, 5)),
         state("b", None, 1, 20, ("alice", 2, 10)),
         state("a", None, 1, 10, ("bob", 1, 10)),
@@ -422,6 +421,56 @@ def test_a_state_that_contradicts_what_is_known_is_refused(book, wrong):
     with refusal("contradiction"):
         book.add_final(wrong, "mallory")
     assert book.tree.head.digest == digest("a")
+
+
+@pytest.mark.parametrize("figures", [(3, 20), (2, 21)])
+def test_a_state_that_does_not_follow_from_its_parent_is_none_of_its_children(book, figures):
+    """Either may be the lie. In a circle of lies nothing hangs."""
+    book.add_final(state("a", None, 1, 10, ("alice", 1, 10)), "alice")
+    book.add_final(state("b", "a", *figures, ("alice", 2, 10)), "mallory")
+    book.add_final(state("x", "y", 5, 30, ("alice", 2, 10)), "mallory")
+    book.add_final(state("y", "x", 5, 30, ("alice", 2, 10)), "mallory")
+    assert book.tree.head.digest == digest("a") and book.tree.get(digest("b")).gaps == 1
+    assert {one.digest for one in book.tree.following(digest("x"))} == {digest("x"), digest("y")}
+    assert book.add_final(state("c", "a", 2, 12, ("alice", 2, 2)), "alice").digest == digest("c")
+
+
+def test_who_is_the_first_to_report_a_state_cannot_say_that_it_holds_nothing_of_the_others(db, clock, book):
+    """A liar reads a new digest in the DHT, and the honest report a state only once it is final."""
+    before = final(book, 1, None, 1, 0)
+    mine, more = keys(book.lease("alice", 4)), keys(book.lease("bob", 4))
+    book.contribute("alice", 2, mine)
+    book.contribute("bob", 1, more)
+    samples = before + len(mine) + len(more)
+    true = state("two", "alice1", 2, samples, ("alice", 2, len(mine)), ("bob", 1, len(more)))
+    lies = [
+        state("two", "alice1", 2, before + 2, ("mallory", 1, 2)),
+        state("two", "alice1", 2, samples, ("mallory", 1, samples - before)),
+        state("two", "nowhere", 2, samples, ("alice", 2, len(mine)), ("bob", 1, len(more))),
+        state("two", "alice1", 7, samples, ("alice", 2, len(mine)), ("bob", 1, len(more))),
+    ]
+    book.save()
+    for lie in lies:
+        book = open_book(db, clock)
+        book.add_final(replace(lie, reporters=[]), "mallory")
+        book.add_final(state("three", "two", 9, samples + 1, ("mallory", 2, 1)), "mallory")
+        assert book.add_final(replace(true, reporters=[]), "alice").digest == true.digest
+        assert book.counted_samples == samples and book.samples_by_peer() == {"alice": before + len(mine), "bob": len(more)}
+        with refusal("contradiction"):
+            book.add_final(replace(lie, reporters=[]), "mallory")
+        assert book.add_final(state("child", "two", 3, samples + 1, ("alice", 3, 1)), "alice").equals(true)
+        assert book.tree.get(digest("child")).gaps == 0
+
+
+def test_a_state_whose_true_story_came_second_is_the_same_after_a_restart(db, clock, book):
+    before = final(book, 1, None, 1, 0)
+    mine = keys(book.lease("alice", 4))
+    book.contribute("alice", 2, mine)
+    book.add_final(state("two", "alice1", 2, before + 1, ("mallory", 1, 1)), "mallory")
+    book.add_final(state("two", "alice1", 2, before + len(mine), ("alice", 2, len(mine))), "alice")
+    again = reopen(book, db, clock)
+    assert again.counted_samples == book.counted_samples == before + len(mine)
+    assert again.tree.head.equals(book.tree.head) and again.tree.head.reporters == ["alice"]
 
 
 def test_a_finished_run_leases_no_more(db, clock):
