@@ -449,7 +449,7 @@ class Book:
         """It is not pending any more."""
         if (contribution.peer, contribution.number) in self._pending:
             self._pending.remove((contribution.peer, contribution.number))
-            self._holdings.pending[contribution.peer] -= contribution.samples
+            self._holdings.not_pending(contribution.peer, contribution.samples)
 
     # -- the head
 

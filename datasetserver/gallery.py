@@ -5,7 +5,6 @@ Bounded: when there are too many, every second round of the older half goes, so 
 
 import base64
 import io
-import json
 import logging
 import threading
 import warnings
@@ -52,7 +51,7 @@ class Gallery:
 
     def add(self, sent: protocol.PictureRequest, now: float) -> DrawnPicture:
         """Keep it, unless there is one of that prompt and round; returns the one that is kept. Raises BadSample, OSError."""
-        data, (width, height) = encoded_anew(base64.b64decode(sent.picture))
+        data, (width, height) = encoded_anew(sent.picture)
         about = {"round": sent.round, "samples": sent.samples, "prompt": sent.prompt, "peer": sent.peer, "time": now}
         new = DrawnPicture(digest=digest_bytes(data), width=width, height=height, **about)
         with self._lock:
@@ -67,6 +66,9 @@ class Gallery:
     def _keep(self, pictures: list[DrawnPicture]) -> None:
         while len(pictures) > self._most:
             rounds = sorted({picture.round for picture in pictures})
+            if len(rounds) == 1:
+                pictures = pictures[: self._most]
+                break
             going = set(rounds[1 : max(2, len(rounds) // 2) : 2]) if len(rounds) > 2 else {rounds[0]}
             pictures = [picture for picture in pictures if picture.round not in going]
         files.replace(self._folder / "pictures.json", _PICTURES.dump_json(pictures))
@@ -83,15 +85,16 @@ class Gallery:
             pictures = _PICTURES.validate_json(path.read_bytes())
         except FileNotFoundError:
             return []
-        except (OSError, ValidationError, json.JSONDecodeError) as error:
+        except (OSError, ValidationError) as error:
             log.warning("cannot read %s, so the gallery starts empty: %s", path, str(error).splitlines()[0])
             return []
         return [picture for picture in pictures if (self._folder / f"{picture.digest}.webp").exists()]
 
 
-def encoded_anew(data: bytes) -> tuple[bytes, tuple[int, int]]:
-    """A stranger's picture as a WebP of ours, nothing but pixels, and its size. Raises BadSample."""
+def encoded_anew(picture: str) -> tuple[bytes, tuple[int, int]]:
+    """A stranger's picture, in base64, as a WebP of ours, nothing but pixels, and its size. Raises BadSample."""
     try:
+        data = base64.b64decode(picture)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:

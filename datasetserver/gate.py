@@ -13,7 +13,7 @@ from datasetserver.addresses import caller_address, is_this_machine
 from datasetserver.limits import Limits, subject
 from datasetserver.metrics import Metrics
 from datasetserver.openapi import Endpoint
-from datasetserver.origins import Names
+from datasetserver.origins import Names, name_in
 from datasetserver.owners import Sender
 from datasetserver.refused import Refused
 from datasetserver.tokens import Holder, Tokens
@@ -51,10 +51,10 @@ class Gate:
 
     def _notice_a_silent_proxy(self, request: web.Request) -> None:
         """Once: a proxy on this machine that does not say whom it speaks for. All its callers count as this machine, which has no limits."""
-        named = request.url.host or ""
         if self._warned or "X-Forwarded-For" in request.headers or not is_this_machine(request.remote or ""):
             return
-        if named != "localhost" and not is_this_machine(named):
+        named = name_in(request.headers.get("Host", ""))
+        if named and named != "localhost" and not is_this_machine(named):
             self._warned = True
             log.warning(
                 "a program on this machine asks for %s without X-Forwarded-For: if it is a proxy, all its callers count as this machine, and "

@@ -65,14 +65,19 @@ class Holdings:
         if not self.leases[peer]:
             del self.leased[peer], self.leases[peer]
 
+    def not_pending(self, peer: str, samples: int) -> None:
+        self.pending[peer] -= samples
+        if not self.pending[peer]:
+            del self.pending[peer]
+
     def room(self, owners: Owners, peer: str, counted: Mapping[str, int]) -> int:
         """How many samples more the peers of the owner of `peer` may lease. Raises Refused (429) when they hold enough.
 
         A peer may hold ENOUGH_FOR_A_STEP in any case, so that each of an owner's many peers trains. With one shard of 8 samples it would wait for a
         step's others. That ends at the most that any owner may hold.
         """
-        leased, leases = owners.total(peer, self.leased.__getitem__), owners.total(peer, self.leases.__getitem__)
-        pending, final = owners.total(peer, self.pending.__getitem__), owners.total(peer, lambda name: counted.get(name, 0))
+        leased, leases = owners.total(peer, self.leased), owners.total(peer, self.leases)
+        pending, final = owners.total(peer, self.pending), owners.total(peer, counted)
 
         def left(allowed: int) -> int:
             return min(allowed - leased, 2 * allowed + final - leased - pending)
@@ -88,7 +93,7 @@ class Holdings:
 
     def may_vouch(self, owners: Owners, peer: str, samples: int, counted: Mapping[str, int]) -> bool:
         """Whether `samples` more keep the owner's receipts that wait for a state within its allowance."""
-        return self.vouched[owners.of(peer)] + samples <= self.allowance.samples(owners.total(peer, lambda name: counted.get(name, 0)))
+        return self.vouched[owners.of(peer)] + samples <= self.allowance.samples(owners.total(peer, counted))
 
     def vouch(self, owner: str, peer: str, number: int, samples: int) -> None:
         """A receipt was given. The owner answers for it, also when another speaks for `peer` later."""

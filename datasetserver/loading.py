@@ -89,4 +89,5 @@ def _start_worker() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_WORKER_MEMORY_BYTES, most))
+    ours = _WORKER_MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_WORKER_MEMORY_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (ours, most))

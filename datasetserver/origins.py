@@ -39,14 +39,22 @@ class Names:
             raise Refused(415, "unsupported_media_type", "The body is not said to be JSON.", "Send Content-Type: application/json.")
 
     def _is_ours(self, host: str) -> bool:
+        name = name_in(host)
+        if name.rstrip(".") in self._hosts:
+            return True
         try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if name.lower().rstrip(".") in self._hosts:
-                return True
             ipaddress.ip_address(name.partition("%")[0])
         except ValueError:
             return False
         return True
+
+
+def name_in(host: str) -> str:
+    """The name in a Host header, in small letters; '' where it has none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _origin(url: str) -> str:

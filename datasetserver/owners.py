@@ -4,7 +4,7 @@ Ids cost nothing, so what one caller may hold is counted for all peers of one ow
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from datasetserver.refused import Refused
@@ -61,12 +61,18 @@ class Owners:
     @property
     def one(self) -> bool:
         """Whether all peers that ever spoke are one owner's; of addresses, those that spoke since the server began."""
-        return len({self.of(peer) for peer in self._owner_of}) < 2
+        owned = sum(map(len, self._peers_of.values()))
+        return sum(map(bool, self._peers_of.values())) + len(self._owner_of) - owned < 2
 
-    def total(self, peer: str, amount: Callable[[str], int]) -> int:
-        """The sum of `amount` over all peers of the owner of `peer`."""
+    def total(self, peer: str, amounts: Mapping[str, int]) -> int:
+        """The sum of `amounts`, by peer, over all peers of the owner of `peer`: ids cost nothing, so it may have 100,000 that hold nothing."""
         owner = self._owner_of.get(peer)
-        return sum(map(amount, self._peers_of[owner])) if owner else amount(peer)
+        if not owner:
+            return amounts.get(peer, 0)
+        mine = self._peers_of[owner]
+        if len(mine) < len(amounts):
+            return sum(amounts.get(one, 0) for one in mine)
+        return sum(amount for one, amount in amounts.items() if one in mine)
 
     def _set(self, peer: str, owner: str) -> None:
         before = self._owner_of.get(peer)

@@ -35,10 +35,6 @@ class Rendezvous:
         self.error: dict[str, Any] | None = None
         """Why the first start failed: {message, fix, code}."""
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
     def peers(self) -> list[PeerInfo]:
         """Live peers; none when the DHT node's last report is so old that they may be gone."""
         return self._peers if self._clock() - self._heard < _STALE_SECONDS else []
@@ -69,15 +65,20 @@ class Rendezvous:
             await asyncio.sleep(pause)
 
     async def _run_once(self) -> None:
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "datasetserver.bootstrap",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LONGEST_LINE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
-        )
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "datasetserver.bootstrap",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST_LINE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+                start_new_session=True,  # Ctrl-C is for us: we end it, once we have served what is on its way
+            )
+        except OSError as error:  # no memory, or no room in the table of processes: there may be some later
+            log.warning("cannot start the DHT node: %s", error)
+            return
         try:
             process.stdin.write(json.dumps(self._options).encode() + b"\n")
             async for line in process.stdout:
@@ -113,8 +114,10 @@ def _peer_info(record: Mapping[str, Any]) -> PeerInfo | None:
 async def _end(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()  # its sign to leave
     try:
-        await asyncio.wait_for(process.wait(), 10)
-    except (asyncio.TimeoutError, asyncio.CancelledError):
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), 10)
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

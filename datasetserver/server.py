@@ -156,9 +156,11 @@ async def serve(
         service.watch.close()
         if server:
             await connections.drain(server, runner, DRAIN_SECONDS)
-        await asyncio.gather(runner.cleanup(), *([rendezvous.stop()] if rendezvous else []))
-        if service.ledger:
-            service.ledger.close()
+        try:
+            await asyncio.gather(runner.cleanup(), *([rendezvous.stop()] if rendezvous else []))
+        finally:
+            if service.ledger:
+                service.ledger.close()
 
 
 def _rendezvous(config: ServerConfig, work_dir: Path, url: str) -> Rendezvous | None:

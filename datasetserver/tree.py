@@ -8,11 +8,13 @@ be a lie. Of two stories of one state the one that counts more is kept. Not prom
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from swarm.digest import ELDER_CHARACTERS
 
 Contribution = tuple[str, int]
 """A peer and the number of its contribution."""
+_FEWEST_COUNTED = 64
 
 
 @dataclass
@@ -203,7 +205,7 @@ class StateTree:
 
     def _set_bridge(self, state: State, ancestor: str | None) -> None:
         if state.digest in self._bridged.get(state.bridge or "", ()):
-            self._bridged[state.bridge].remove(state.digest)
+            _drop(self._bridged, state.bridge, state.digest)
         state.bridge = ancestor
         if ancestor:
             self._bridged[ancestor].append(state.digest)
@@ -253,16 +255,23 @@ class StateTree:
     def _forget(self, state: State) -> None:
         self._set_bridge(state, None)
         del self._states[state.digest]
-        self._children[state.parent].remove(state.digest)
+        _drop(self._children, state.parent, state.digest)
         for pair in state.contributions():
-            self._having[pair].remove(state.digest)
+            _drop(self._having, pair, state.digest)
+
+
+def _drop(digests: dict[Any, list[str]], key: Any, digest: str) -> None:
+    digests[key].remove(digest)
+    if not digests[key]:  # who reports and is forgotten again names new peers each time
+        del digests[key]
 
 
 def spare(tree: StateTree, states: Iterable[State], most_members: int) -> State | None:
     """Of these states the least that may be forgotten, when together they have more than `most_members`; None when they have not."""
     kept = {state.digest for state in tree.chain()}
     extra = [state for state in states if state.digest not in kept]
-    if sum(len(state.members) for state in extra) <= most_members:
+    # As 64 members each at least, for every report is compared with each state: a thousand, not one for each member.
+    if sum(max(len(state.members), _FEWEST_COUNTED) for state in extra) <= most_members:
         return None
     tips = {state.digest for state in tree.tips()}
     return min((state for state in extra if state.digest in tips), key=_rank, default=None)

@@ -193,6 +193,8 @@ def read_toml(path: Path, *classes: type) -> dict[str, Any]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", fix="Check the path.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", fix="Check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
     fields = [field for cls in classes for field in dataclasses.fields(cls)]

@@ -119,6 +119,9 @@ def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any],
             largest_batch.try_sizes(learner, joined.run, peer, memory, most, tell.send)
     except UserError as error:
         tell.send({"message": error.message, "fix": error.fix, "code": error.code})
+    except Exception as error:  # else it would be taken for a want of memory
+        tell.send({"message": f"Measuring the micro-batch failed: {error!r}.", "fix": "Give a number for --train_batch_size.", "code": ExitCode.FAILED})
+        raise
 
 
 def free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:
@@ -144,6 +147,6 @@ def _key(peer: PeerConfig, joined: Joined, device: torch.device) -> str:
 
 def _read(path: Path) -> dict[str, int]:
     """What was measured before; nothing when the file is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        return {str(key): int(size) for key, size in json.loads(path.read_bytes()).items()}
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        return {str(key): int(size) for key, size in json.loads(path.read_bytes()).items() if int(size) >= 1}
     return {}

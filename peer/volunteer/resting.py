@@ -37,10 +37,11 @@ class Hours:
         """Of '22-7' or '22:30-7:15'. Raises UserError."""
         match = _HOURS.fullmatch(text.strip())
         try:
-            assert match
+            if match is None:
+                raise ValueError
             begin, end = ((int(match[i]) % 24 if int(match[i]) <= 24 else 99, int(match[i + 1] or 0)) for i in (1, 3))
             return cls(datetime.time(*begin), datetime.time(*end))
-        except (AssertionError, ValueError):
+        except ValueError:
             raise UserError(f"hours is '{text}'.", fix="Give local time as 22-7 or 22:30-7:15; it may go over midnight.") from None
 
     def now(self, wall: datetime.time) -> bool:

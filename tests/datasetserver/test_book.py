@@ -725,3 +725,19 @@ def test_members_whom_nobody_knows_cost_no_walk_through_the_chain(book, monkeypa
     monkeypatch.setattr(book.tree, "_in_lineage", lambda *asked: walked.append(asked) or False)
     book.add_final(state("d", "one", 2, 516, *made_up), "mallory")
     assert not walked and book.counted_samples == 4
+
+
+def test_reports_that_are_forgotten_again_leave_nothing_of_the_peers_that_they_name(book):
+    tree = book.tree
+    for number in range(300):
+        made_up = [(f"nobody{number}-{one}", 1, 1) for one in range(512)]
+        book.add_final(state(f"s{number}", f"p{number}", 2, 600, *made_up), "mallory")
+    kept = list(tree)
+    assert len(kept) <= 129
+    assert len(tree._having) == sum(len(one.members) for one in kept) and len(tree._children) == len(kept)
+
+
+def test_spare_states_of_one_owner_are_a_thousand_however_few_members_they_have(book):
+    for number in range(1100):
+        book.add_final(state(f"s{number}", f"p{number}", 2, 600, ("nobody", 1, 1)), "mallory")
+    assert len(list(book.tree)) <= 1025

@@ -130,7 +130,7 @@ def test_nothing_but_pixels_comes_through():
     secret[0x010E] = "from Ada's home"
     data = encoded(1500, form="JPEG", exif=secret)
     assert b"Ada" in data
-    anew, size = encoded_anew(data)
+    anew, size = encoded_anew(base64.b64encode(data).decode())
     assert size == (1024, 1024) and b"Ada" not in anew and anew[8:12] == b"WEBP"
 
 
@@ -138,9 +138,18 @@ def test_bombs_and_other_formats_are_refused():
     out = io.BytesIO()
     Image.new("1", (2049, 2048)).save(out, "PNG")
     assert MAX_PIXELS < 2049 * 2048
-    for data in (out.getvalue(), encoded(form="GIF"), encoded()[:40], b"", b"<svg onload=alert(1)>"):
+    pictures = [base64.b64encode(data).decode() for data in (out.getvalue(), encoded(form="GIF"), encoded()[:40], b"", b"<svg onload=alert(1)>")]
+    for picture in (*pictures, "A", "AB"):
         with pytest.raises(BadSample):
-            encoded_anew(data)
+            encoded_anew(picture)
+
+
+def test_more_prompts_in_one_round_than_there_is_room_for_leave_the_newest(tmp_path, keys):
+    gallery = Gallery(tmp_path / "gallery", most=3)
+    request = request_of(keys["ada"])
+    for number in range(5):
+        gallery.add(request.model_copy(update={"prompt": f"prompt {number}"}), time.time())
+    assert [picture.prompt for picture in gallery.pictures()] == ["prompt 4", "prompt 3", "prompt 2"]
 
 
 def test_a_gallery_keeps_the_newest_rounds_and_some_of_all_before(tmp_path, keys):

@@ -376,6 +376,8 @@ def test_a_proxy_that_does_not_say_whom_it_speaks_for_is_pointed_out_once(serve)
     call(host, "/v1/run")
     for _ in range(3):
         call(host, "/v1/run", headers={"Host": "train.example.org"})
+    for name in ("a:b", "x:99999", "["):  # a stranger's, asked before anything else: no traceback each
+        assert call(host, "/healthz", headers={"Host": name})[0] == 421
     assert host.stop() == 0
     warnings = [line for line in host.stderr.splitlines() if "without X-Forwarded-For" in line]
-    assert len(warnings) == 1 and "asks for train.example.org" in warnings[0]
+    assert len(warnings) == 1 and "asks for train.example.org" in warnings[0] and "Traceback" not in host.stderr

@@ -95,6 +95,8 @@ def test_a_file_with_a_mistake_names_it(tmp_path, text, expected):
 
 
 def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+        read_toml(tmp_path, Drink)
     with pytest.raises(UserError, match="There is no file"):
         read_toml(tmp_path / "none.toml", Drink)
 

@@ -17,6 +17,7 @@ from peer.launch.resolving import known_hosts, token_for
 from peer.volunteer.check.report import FAIL, NOTE, Answer, Item, NotAsked
 from swarm import advice
 from swarm.clock import REFUSED_SECONDS, words
+from swarm.end import End
 from swarm.errors import ExitCode, UserError
 from swarm.run.method import method_named
 from swarm.run.optimizer import AUTO, optimizer_named
@@ -120,8 +121,9 @@ class Machine:
                 "The peers given answer, but none of them is in a run.", fix="Ask the host for its server's URL.", code=ExitCode.NETWORK
             )
         run = self._agreed(found.run)
-        self.joined = Joined(run, found.server_url, self.peer.peers, found.head)
-        return self._about(run, (found.head or {}).get("samples", 0), run.total_samples)
+        self.joined = Joined(run, found.server_url, self.peer.peers, found.head, extension=found.extension)
+        end = End(run, known_hosts(self.peer).key_of(run.run_id), found.extension)
+        return self._about(run, (found.head or {}).get("samples", 0), end.total)
 
     def _run_of_server(self) -> Answer | str:
         if self.answer is None:

@@ -13,6 +13,8 @@ let heard = 0; // when the server last said anything, in ms of this page's clock
 let ahead = 0; // its clock minus ours, in seconds
 let view = null;
 let connected = false;
+let listener = 0; // which of those that were begun listens: the last one
+let reading = null; // ends what it reads
 let shown = { history: -1, pictures: -1 };
 let token = takeToken();
 
@@ -65,9 +67,11 @@ function element(tag, className, text) {
 // ---------------------------------------------------------------- listening
 
 async function listen() {
-  for (let attempt = 0; ; attempt++) {
+  const mine = ++listener; // a token given while an earlier one is still tried begins another
+  for (let attempt = 0; mine === listener; attempt++) {
+    reading = new AbortController();
     try {
-      const response = await fetch("v1/events", { headers: headers(), cache: "no-store" });
+      const response = await fetch("v1/events", { headers: headers(), cache: "no-store", signal: reading.signal });
       if (response.status === 401) return ask();
       if (!response.ok) throw new Error(`status ${response.status}`);
       show("gate", false);
@@ -104,6 +108,7 @@ function ask() {
   show("gate", true);
   set("name", "distributed-diffusion");
   pill("locked", "warn");
+  [view, heard, connected] = [null, 0, false];
   token = "";
   sessionStorage.removeItem("token");
 }
@@ -143,6 +148,7 @@ function judge() {
   const silent = heard ? (performance.now() - heard) / 1000 : 0;
   const lost = !connected && $("gate").hidden;
   const stale = heard > 0 && (lost || silent > STALE_SECONDS);
+  if (connected && silent > STALE_SECONDS) reading.abort(); // the line is dead, and would say so only after minutes
   document.body.classList.toggle("stale", stale || trouble !== "");
   const banner = $("banner");
   banner.hidden = !(stale || (lost && !heard && performance.now() > 3000));
@@ -197,7 +203,8 @@ function drawGlance(run, figures) {
   $("samples-bar").hidden = figures.share === null;
   bar("samples-bar", figures.share);
   const left = figures.eta_seconds === null ? "no forecast while nobody trains" : `about ${duration(figures.eta_seconds)} left`;
-  const ended = run.total_samples > run.samples ? "the host ended it early" : "all of them are trained";
+  const early = run.total_samples > run.samples ? "the host ended it early" : "all of them are trained";
+  const ended = run.total_samples ? early : "the host ended it";
   const goes = run.total_samples ? `${percent(figures.share)}, ${left}` : "a run without an end";
   set("eta", !run.finished ? goes : lasted ? `${ended}, in ${duration(lasted)}` : ended);
   set("round", count.format(run.round));
@@ -382,7 +389,7 @@ async function loadHistory() {
   try {
     columns = await (await load("v1/history")).json();
     plot();
-    draw();
+    if (view) draw(); // else a token was refused meanwhile
   } catch (error) {
     console.debug(error);
     shown.history = -1;
