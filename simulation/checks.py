@@ -143,10 +143,16 @@ class Checks:
         what, now = f"adopted the state {digest[:8]}, which a stranger made up", self._world.loop.time()
         if not self.forged[digest]:
             self.breach(what, machine)
-        elif broken := self.company.breaks(machine, self._world.live, self.lineage(self.stands(machine)), now):
+        elif broken := self.company.breaks(machine, self._world.live, self._left_of_lineage(machine), now):
             self.breach(f"{what}, {broken}", machine)
         else:
             self._ends(Misled(f"{now:.3f} {machine.short}: {what}"))
+
+    def _left_of_lineage(self, machine: "Machine") -> list[str]:
+        """What it stands on, without what the host has discarded and all that follows that."""
+        lineage = self.lineage(self.stands(machine))
+        gone = [at for at, digest in enumerate(lineage) if digest in self.discarded]
+        return lineage[gone[-1] + 1 :] if gone else lineage
 
     def _commit(self, machine: "Machine", digest: str, parent: str, number: int, samples: int, members: tuple) -> None:
         known = self.commits.get(digest)

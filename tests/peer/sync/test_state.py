@@ -370,3 +370,11 @@ def test_whoever_joins_late_can_report_what_happened_before(rounds, known):
     finality.moved(states[0], states[-1])
     reported = finality.take({states[-1].digest})
     assert sum(m.samples for s in reported for m in s.members) == states[-1].header.samples
+
+
+def test_the_name_of_a_state_that_a_killed_process_gave_is_made_durable_before_anything_is_reported(tmp_path, monkeypatch):
+    """Killed between the name and the flush, a peer came back, read its state, reported it as final, and lost it to a power cut."""
+    flushed = []
+    monkeypatch.setattr("swarm.files.flush", flushed.append)
+    StateStore(tmp_path / "state")
+    assert tmp_path / "state" in flushed

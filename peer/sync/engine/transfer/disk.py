@@ -52,6 +52,7 @@ class StateStore:
             folder.mkdir(parents=True, exist_ok=True)
             for torn in folder.glob("*.tmp"):
                 torn.unlink()
+            files.flush(folder)  # a process that was killed may have named a state, and not made the name durable
         except OSError as error:
             raise UserError(
                 f"Cannot keep states in {folder}: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK
