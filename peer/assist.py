@@ -65,7 +65,7 @@ worse: for these it needs the model, and memory for it.
   --validation_prompts "A" ... draw these from the newest final state, on the CPU in a process of its own, into validation/ and the page
   --validation_steps N         every N rounds; 0: every round, but not before the one before is drawn
   --audit N                    measure what N members' contributions of each round do to the loss of the server's pictures, in a process of its own:
-                               see docs/operate.md
+                               see docs/security.md
   --model MODEL                where the run's base model lies here, if not where the run says
   --metrics_port N             figures for Prometheus at http://127.0.0.1:N/metrics
 

@@ -14,7 +14,7 @@ def not_found(model: str) -> UserError:
     """For a model that is neither on this machine nor given by the Hub. What the Hub's library says of it is long, and seldom the reason."""
     return UserError(
         f"There is no model '{model}' on this machine, and it could not be loaded from the Hub.",
-        fix="Check the name and the network, or give its folder with --model FOLDER.",
+        fix="Check the name and the network, and whether its licence must be accepted on the Hub (then HF_TOKEN); or give its folder with --model FOLDER.",
         code=ExitCode.NETWORK,
     )
 

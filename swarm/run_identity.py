@@ -24,7 +24,7 @@ PLACES = ("model", "model_config", "lora_weights")
 """Where a peer has the base model, and the LoRA that the run begins with: one on its disk, another one on the Hub. Sent, but no part of what the run is."""
 _KEYS = {"schema", "needs_version", "values"}
 _EXACT = 2**53
-_UPDATE = "Update: pip install --upgrade distributed-diffusion, or git pull; then start again."
+_UPDATE = "Update: git pull, then ./scripts/setup; then start again."
 _LONGEST_ERROR = 500
 """Characters of an error about what a stranger may have written."""
 

@@ -169,7 +169,7 @@ class Auditor:
                 self._told.add(found.peer)
                 log.warning(
                     "the contributions of %s make the model worse: each changes the loss by %+.4g +- %.2g (%d rounds), unlike the others' "
-                    "(docs/operate.md)", found.peer, found.change, found.error, found.rounds,
+                    "(docs/security.md)", found.peer, found.change, found.error, found.rounds,
                 )  # fmt: skip
 
 

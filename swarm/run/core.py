@@ -7,6 +7,7 @@ from swarm.errors import UserError
 from swarm.options import option, options
 from swarm.run.method import methods, usual
 from swarm.run.optimizer import OPTIMIZERS, reading
+from swarm.run.strategy import told
 from swarm.run.strategy import usual as usual_strategy
 
 
@@ -36,7 +37,7 @@ class Agreement:
     model_digest: str = option("", "Digest of the base model's weights; worked out by the founder.")
     family: str = option("auto", "What is trained; auto: the founder reads it from the model.", choices=("auto", *choices.FAMILIES), found_out=True)
     method: str = option("auto", f"Which tensors are trained; auto: {_asks()}, else {usual()}.", choices=("auto", *choices.METHODS), found_out=True)
-    sync: str = option(usual_strategy(), "How peers agree.", choices=tuple(choices.SYNCS))
+    sync: str = option(usual_strategy(), f"How peers agree. {told()}.", choices=tuple(choices.SYNCS))
     wire: str = option(
         "fp16",
         "How contributions travel: 32, 16, 8.1 or 4.3 bits a value; what the last three lose goes into the next contribution.",

@@ -10,6 +10,8 @@ from swarm.run.rooms import modules
 class Strategy:
     since: str
     """The version of this program that first had it."""
+    about: str
+    """For people, after its name and a colon."""
     swarms: bool = True
     """Whether there is a swarm at all."""
     usual: bool = False
@@ -24,6 +26,11 @@ class Strategy:
 @functools.cache
 def strategies() -> dict[str, Strategy]:
     return {name: module.STRATEGY for name, module in modules("strategies").items()}
+
+
+def told() -> str:
+    """All of them, for people."""
+    return "; ".join(f"{name}: {strategy.about}" for name, strategy in strategies().items())
 
 
 def usual() -> str:

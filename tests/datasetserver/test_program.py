@@ -70,7 +70,7 @@ def test_what_is_wrong_with_the_run_is_said_before_any_picture_is_looked_at(tmp_
 def test_a_model_that_nobody_has_is_one_line_without_the_librarys_words(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, line = complaint(capsys, "--dataset", str(write_dataset(tmp_path / "data", 2)), "--model", "no-such-model", "--port", "0")
-    fix = "Check the name and the network, or give its folder with --model FOLDER."
+    fix = "Check the name and the network, and whether its licence must be accepted on the Hub (then HF_TOKEN); or give its folder with --model FOLDER."
     assert code == ExitCode.NETWORK
     assert line == f"error: There is no model 'no-such-model' on this machine, and it could not be loaded from the Hub. {fix}"
 

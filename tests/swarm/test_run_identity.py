@@ -251,7 +251,7 @@ def test_a_run_that_uses_what_is_new_says_which_version_it_needs(used):
         RunConfig.from_mapping(sent, where="http://host")
     line = str(caught.value)
     assert line.startswith(f"http://host: the run needs version {NEWER_VERSION} of this program, and this is {VERSION}: ")
-    assert next(iter(used.values() if "method" in used else used)) in line and "pip install --upgrade" in line and "\n" not in line
+    assert next(iter(used.values() if "method" in used else used)) in line and "git pull" in line and "\n" not in line
     assert caught.value.code == ExitCode.CONFIG
 
 

@@ -13,4 +13,4 @@ class Options:
     outer_momentum: float = option(0.9, "Its momentum.", lt=1)
 
 
-STRATEGY = Strategy(since="0.1.0", mean_alone=False, sections=(Options,))
+STRATEGY = Strategy(since="0.1.0", about="a step with momentum along the mean of what they changed", mean_alone=False, sections=(Options,))

@@ -2,4 +2,4 @@
 
 from swarm.run.strategy import Strategy
 
-STRATEGY = Strategy(since="0.1.0", optimizer="adamw")
+STRATEGY = Strategy(since="0.1.0", about="gradients are averaged, and all take one AdamW step", optimizer="adamw")

@@ -2,4 +2,4 @@
 
 from swarm.run.strategy import Strategy
 
-STRATEGY = Strategy(since="0.1.0", swarms=False)
+STRATEGY = Strategy(since="0.1.0", about="each trains for itself", swarms=False)

@@ -117,7 +117,7 @@ def test_a_hub_id_is_fetched_once_and_without_what_training_has_no_use_for(hub, 
     for line, name in zip(read, tiny.ONE_OF_EACH, strict=True):
         facts = families()[tiny.FAMILIES[name]]
         assert line == " ".join([facts.name, digest_model(tiny_family(name)), facts.denoiser, "vae", *facts.text_encoders])
-    fix = "Check the name and the network, or give its folder with --model FOLDER."
+    fix = "Check the name and the network, and whether its licence must be accepted on the Hub (then HF_TOKEN); or give its folder with --model FOLDER."
     assert refused == f"There is no model 'owner/other' on this machine, and it could not be loaded from the Hub. {fix}"
     fetched = [path for path in asked if "/resolve/" in path]
     for name in tiny.ONE_OF_EACH:
