@@ -1,10 +1,11 @@
 """What the host of a run may choose for its machine. What all peers must agree on is in `swarm.run_config.RunConfig`."""
 
+import socket
 from pathlib import Path
 
 from datasetserver.sources import Folder, Hub, Source
 from swarm.errors import UserError
-from swarm.listening import is_loopback
+from swarm.listening import check_url, is_loopback
 from swarm.logs import FORMATS
 from swarm.options import option, options
 
@@ -118,6 +119,8 @@ class ServerConfig:
                 "Two datasets are given." if self.dataset else "No dataset is given.",
                 fix="Add --dataset DIR, a folder of pictures with a .txt beside each; or --dataset_name; or --work_dir with one that is ready.",
             )
+        if self.public_url:
+            check_url(self.public_url, "public_url")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise UserError("A certificate needs its key, and a key its certificate.", fix="Give both --tls_cert and --tls_key.")
         if self.tokens and self.open:
@@ -160,4 +163,4 @@ class ServerConfig:
             return list(self.host_maddrs)
         if self.host in ("localhost", "::1"):
             return ["/ip4/127.0.0.1/tcp/0"]
-        return [f"/ip6/{self.host}/tcp/0" if ":" in self.host else f"/ip4/{self.host}/tcp/0"]
+        return [f"/ip6/{self.host}/tcp/0" if ":" in self.host else f"/ip4/{socket.gethostbyname(self.host)}/tcp/0"]

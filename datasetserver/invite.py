@@ -16,7 +16,7 @@ from datasetserver.work_folder import HOST_KEY, LEDGER, SERVING
 from swarm import files
 from swarm.arguments import ArgumentParser
 from swarm.errors import ExitCode, UserError
-from swarm.listening import is_loopback
+from swarm.listening import check_url, is_loopback
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
@@ -73,6 +73,7 @@ def main(argv: Sequence[str]) -> None:
     work_dir = work_folder.given(args)
     serving = Serving.read(work_dir)
     url = args.public_url or serving.url
+    check_url(url, "--public_url")
     _refuse_nowhere(url)
     key = HostKey(work_dir / HOST_KEY, missing="refuse")
     token = tokens.add(Path(serving.tokens), args.name, args.peers) if serving.tokens else ""

@@ -169,8 +169,11 @@ def epochs_begun(path: Path) -> int | None:
     """The first epoch of which this ledger has leased nothing yet; None where no run has begun. Raises UserError for a file that is none."""
     if stored_run(path) is None:
         return None
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
-        last = [db.execute(f"SELECT max(epoch) FROM {table}").fetchone()[0] for table in ("lease", "contribution_unit")]
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
+            last = [db.execute(f"SELECT max(epoch) FROM {table}").fetchone()[0] for table in ("lease", "contribution_unit")]
+    except sqlite3.DatabaseError as error:
+        raise _cannot_be_opened(str(path), error) from None
     return max((epoch + 1 for epoch in last if epoch is not None), default=0)
 
 

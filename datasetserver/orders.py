@@ -42,6 +42,7 @@ class Orders:
         self._bans, self._bans_read = work_dir / BANS, None
         self._banned: tuple[HostWord, ...] = ()
         self._discarded: frozenset[str] = frozenset()
+        self._complaints: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self) -> RunState:
@@ -81,7 +82,7 @@ class Orders:
         try:
             extended = extension_in(self._extension.parent)
         except UserError as error:
-            log.error("%s The run's end stays as it was.", error)
+            self._complain(f"{error} The run's end stays as it was.")
             return
         if extended != self._extended:
             log.info("the host's order: the run goes on to %d samples", extended)
@@ -100,7 +101,13 @@ class Orders:
             log.info("the host's order: %s: %s", state, _MEANING[state])
             self._state = state
         else:
-            log.error("%s says neither running, paused nor ended; the run stays %s", self._path, self._state)
+            self._complain(f"{self._path} says neither running, paused nor ended; the run stays {self._state}")
+
+    def _complain(self, what: str) -> None:
+        """Once of each file that is as it was."""
+        if what not in self._complaints:
+            self._complaints.add(what)
+            log.error("%s", what)
 
 
 def extension_in(work_dir: Path) -> int:

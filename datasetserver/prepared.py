@@ -141,7 +141,7 @@ def samples_of(work_dir: Path, manifest: Manifest) -> list[tuple[str, str]]:
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as lines:
             # It is written before the manifest: a growth that was cut off between them leaves lines of shards that nobody has.
-            samples = [(name, digest) for name, digest in islice(csv.reader(lines), 1, count + 1)]
+            samples = [(name, bytes.fromhex(digest).hex()) for name, digest in islice(csv.reader(lines), 1, count + 1)]
         if len(samples) < count:
             raise ValueError(f"it lists {len(samples)} of {count} samples")
     except (OSError, ValueError) as error:

@@ -155,8 +155,12 @@ def test_a_run_under_way_keeps_its_dataset_until_it_is_told_to_grow(tmp_path, ca
 def test_growing_without_the_list_of_what_is_known_is_a_users_error(tmp_path):
     folder, work = write_dataset(tmp_path / "data", 4), tmp_path / "work"
     ingest(folder, work, workers=0)
-    (work / "samples.csv").unlink()
     write_dataset(folder, 5)
+    known = (work / "samples.csv").read_text().rstrip()
+    (work / "samples.csv").write_text(known[:-64] + "no digest\n")
+    with pytest.raises(UserError, match=r"samples\.csv: non-hexadecimal"):
+        ingest(folder, work, workers=0, grow_from=1)
+    (work / "samples.csv").unlink()
     with pytest.raises(UserError, match=r"samples\.csv"):
         ingest(folder, work, workers=0, grow_from=1)
 

@@ -13,7 +13,7 @@ from tests.datasetserver.hosting import Host, until
 from tests.datasetserver.test_http import call, envelope, keys_of, lease, refused
 
 
-def test_an_order_is_followed_within_a_second_and_a_later_server_follows_it_too(tmp_path):
+def test_an_order_is_followed_within_a_second_and_a_later_server_follows_it_too(tmp_path, caplog):
     now = [0.0]
     orders = Orders(tmp_path, clock=lambda: now[0])
     assert orders() == "running"
@@ -24,6 +24,8 @@ def test_an_order_is_followed_within_a_second_and_a_later_server_follows_it_too(
     (tmp_path / "run_state").write_text("perhaps")
     now[0] += 1
     assert orders() == "paused", "what nobody understands changes nothing"
+    now[0] += 1
+    assert orders() == "paused" and caplog.text.count("says neither") == 1  # and is said once, not each second
     give(tmp_path, "running")
     now[0] += 1
     assert orders() == "running"
