@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from datasetserver.refused import Refused
 from datasetserver.store import Store
 
+MOST_IDS = 4096
+"""Of one owner, ever. Each new folder of a peer is one; the ledger remembers all of a token, and looks at them."""
+
 
 @dataclass(frozen=True)
 class Sender:
@@ -34,13 +37,16 @@ class Owners:
             self._set(peer, f"token {token}")
 
     def admit(self, peer: str, sender: Sender) -> None:
-        """`sender` speaks for `peer`. Refused (403) when another token did so before, and is still there.
+        """`sender` speaks for `peer`. Refused (403) when another token did so before, and is still there, or when it spoke for MOST_IDS others.
 
         Once that token is removed the id is free: who is given a new one, under whatever name, goes on with it.
         """
         if not sender.token:
-            self._set(peer, f"address {sender.address}" if sender.address else "")
+            owner = f"address {sender.address}" if sender.address else ""
+            self._refuse_a_crowd(peer, owner)
+            self._set(peer, owner)
             return
+        self._refuse_a_crowd(peer, f"token {sender.token}")
         bound = self._token_of.get(peer)
         if bound != sender.token:
             if bound in sender.tokens:
@@ -73,6 +79,12 @@ class Owners:
         if len(mine) < len(amounts):
             return sum(amounts.get(one, 0) for one in mine)
         return sum(amount for one, amount in amounts.items() if one in mine)
+
+    def _refuse_a_crowd(self, peer: str, owner: str) -> None:
+        mine = self._peers_of.get(owner, ())
+        if len(mine) >= MOST_IDS and peer not in mine:
+            message = f"One owner has had {MOST_IDS:,} peers in this run, and no more are let in."
+            raise Refused(403, "too_many_members", message, "Start with the --output_dir of before, or ask the host for another token.")
 
     def _set(self, peer: str, owner: str) -> None:
         before = self._owner_of.get(peer)

@@ -155,6 +155,19 @@ def test_ids_that_hold_nothing_cost_nothing(db):
     assert not owners.one
 
 
+@pytest.mark.parametrize("sender", [Sender("volunteer", {"volunteer"}), Sender(address="198.51.100.7")])
+def test_one_owner_speaks_for_so_many_ids_and_no_more(db, monkeypatch, sender):
+    monkeypatch.setattr("datasetserver.owners.MOST_IDS", 3)
+    owners = Owners(Store(db, [8]))
+    for name in ("one", "two", "three", "one"):
+        owners.admit(name, sender)
+    with pytest.raises(Refused, check=lambda refused: refused.code == "too_many_members"):
+        owners.admit("four", sender)
+    owners.admit("three", sender)
+    owners.admit("four", Sender(address="198.51.100.8"))
+    assert not owners.knows("five")
+
+
 def test_samples_that_are_given_back_and_leased_again_get_no_more_receipts_than_the_allowance(db, book):
     peers = of_one_token(book, 20)
     assert size_of(hoard(book, peers)) == ALLOWED.first

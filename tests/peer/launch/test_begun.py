@@ -48,7 +48,7 @@ def test_a_run_that_is_too_new_ends_the_peer_with_one_line_and_no_restart(tmp_pa
         error.message
         == f"{URL}: the run needs version {NEWER_VERSION} of this program, and this is {VERSION}: there is no option 'sparkle'."
     )
-    assert "\n" not in str(error) and "pip install --upgrade" in error.fix
+    assert "\n" not in str(error) and "git pull" in error.fix
     assert error.code == ExitCode.CONFIG == 2
     assert Policy(5).after(End(error.code), can_shrink=True).pause is None, "dd-peer must not start it again"
 

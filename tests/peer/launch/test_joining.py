@@ -127,7 +127,7 @@ def test_a_founder_that_knows_no_members_is_told_to_update(host_for_members, ver
     monkeypatch.setattr("swarm.run_config.check_keys", of_then)
     monkeypatch.setattr("swarm.run_identity.VERSION", version)
     code, line = last_line(capsys, *founder(host_for_members))
-    assert code == ExitCode.CONFIG and says in line and "there is no option 'members_of'. Update: pip install --upgrade" in line, line
+    assert code == ExitCode.CONFIG and says in line and "there is no option 'members_of'. Update: git pull" in line, line
 
 
 @pytest.mark.parametrize(
