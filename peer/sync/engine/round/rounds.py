@@ -220,7 +220,7 @@ class Rounds:
             self.company.blame(strangers, slow=strangers)
 
     def _doubt_leader(self, group: Group, error: RoundFailed) -> None:
-        """Left out for a while, too, is a leader that announced a member of which nobody else has heard and that did not come.
+        """Leave a leader out for a while if it announced a member that did not come, and that nobody else has heard of.
 
         Who ranks first could else announce one after the other for ever: each costs 5 to 15 s, and without a round the order stays. It may
         have been a newcomer that died, so the leader counts as slow.
