@@ -41,20 +41,17 @@ class Owners:
 
         Once that token is removed the id is free: who is given a new one, under whatever name, goes on with it.
         """
-        if not sender.token:
-            owner = f"address {sender.address}" if sender.address else ""
-            self._refuse_a_crowd(peer, owner)
-            self._set(peer, owner)
-            return
-        self._refuse_a_crowd(peer, f"token {sender.token}")
+        by_address = f"address {sender.address}" if sender.address else ""
+        owner = f"token {sender.token}" if sender.token else by_address
+        self._refuse_a_crowd(peer, owner)
         bound = self._token_of.get(peer)
-        if bound != sender.token:
+        if sender.token and bound != sender.token:
             if bound in sender.tokens:
                 fix = "Use the token that this peer used first, or start it with another --identity_path."
                 raise Refused(403, "other_token", f"{peer} came with another token before.", fix)
             self._token_of[peer] = sender.token
             self._store.set_token_of_peer(peer, sender.token)
-        self._set(peer, f"token {sender.token}")
+        self._set(peer, owner)
 
     def of(self, peer: str) -> str:
         """A peer without an owner (on this machine, where no token is asked for) answers for itself."""

@@ -78,7 +78,7 @@ class StateTree:
         if self._has_gap(state):
             decided = state.bridge == "" or state.bridge in self._states
             self._set_bridge(state, state.bridge if decided else self._likely_ancestor(state))
-        for child in map(self._states.__getitem__, self._children.get(state.digest, ())):
+        for child in self.children(state.digest):
             if not self._has_gap(child):
                 self._set_bridge(child, None)
             elif child.bridge is None:
@@ -89,18 +89,15 @@ class StateTree:
     def outweighs(self, state: State) -> bool:
         """Whether `state`, another story of a digest that is known, counts more than the one that we have."""
         known = self._states[state.digest]
-        ancestor = self._parent(state) or (self._states.get(self._likely_ancestor(state)) if self._has_gap(state) else None)
-        counted = self._own_count(state, ancestor) + (ancestor.counted if ancestor else 0)
-        gaps = self._has_gap(state) + (ancestor.gaps if ancestor else 0)
+        likely = self._likely_ancestor(state) if self._has_gap(state) else ""
+        counted, gaps = self._weigh(state, self._parent(state) or self._states.get(likely))
         return (counted, -gaps) > (known.counted, -known.gaps)
 
     def replace(self, state: State) -> None:
         """Take this story of a state in place of the one before."""
-        before = self._states[state.digest]
-        self._forget(before)
-        if self.head is before:
-            self.head = max(self._states.values(), key=_rank, default=None)
+        self._forget(self._states[state.digest])
         self.add(state)
+        self.head = max(self._states.values(), key=_rank)  # what followed the story before may have a gap now
 
     def count_again(self, pair: Contribution) -> None:
         """A contribution was registered after a state that has it was reported."""
@@ -113,10 +110,12 @@ class StateTree:
 
     def following(self, digest: str) -> list[State]:
         """The state, and all that are said to descend from it; none where it is unknown."""
-        found = [digest] if digest in self._states else []
-        for one in found:  # reports may lead in a circle
-            found += [child for child in self._children.get(one, ()) if child not in found]
-        return [self._states[one] for one in found]
+        found, seen = [self._states[digest]] if digest in self._states else [], {digest}
+        for one in found:
+            new = [child for child in self.children(one.digest) if child.digest not in seen]  # reports may lead in a circle
+            found += new
+            seen |= {child.digest for child in new}
+        return found
 
     def twin(self, digest: str) -> State | None:
         """Another state whose digest begins as this one does: of its ancestors of long ago a state has the first ELDER_CHARACTERS only, so peers
@@ -224,14 +223,18 @@ class StateTree:
         """Count a state anew, and with it all that descend from it; usually it is the newest, and nothing does."""
         fell = False
         for one in self._descendants(state.digest):
-            before, ancestor = one.counted, self._ancestor(one)
-            one.counted = self._own_count(one, ancestor) + (ancestor.counted if ancestor else 0)
-            one.gaps = self._has_gap(one) + (ancestor.gaps if ancestor else 0)
+            before = one.counted
+            one.counted, one.gaps = self._weigh(one, self._ancestor(one))
             fell = fell or one.counted < before
             if self.head is None or _rank(one) > _rank(self.head):
                 self.head = one
         if fell:
             self.head = max(self._states.values(), key=_rank)
+
+    def _weigh(self, state: State, ancestor: State | None) -> tuple[int, int]:
+        """Counted samples and gaps of a state on top of `ancestor`."""
+        counted, gaps = (ancestor.counted, ancestor.gaps) if ancestor else (0, 0)
+        return counted + self._own_count(state, ancestor), gaps + self._has_gap(state)
 
     def _own_count(self, state: State, ancestor: State | None) -> int:
         """What its members add: of each no more than it registered, nor than two rounds have, and nothing that an ancestor has."""

@@ -331,7 +331,7 @@ class ContributionRequest(Message):
     run_id: RunId
     peer: PeerId
     number: Positive
-    keys: Annotated[list[SampleKey], Field(min_length=1, max_length=MAX_KEYS)]
+    keys: Annotated[Keys, Field(min_length=1)]
     offered: bool = False
 
 

@@ -32,7 +32,7 @@ class Launch:
     device: torch.device
     stopping: Callable[[], bool]
     end: End | None = None
-    """Where the run ends, by default as `joined` has it: whoever hears from the host that it was put off tells the others here."""
+    """Where the run ends, by default as `joined` has it. The part that hears of a later end from the host tells the others here."""
     bans: Bans | None = None
     """Whom the host keeps out, by default those of whom `joined` knows; heard and told as the end is."""
     members: Members | None = None
