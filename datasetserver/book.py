@@ -14,24 +14,19 @@ from itertools import chain, takewhile
 
 from datasetserver.holdings import Allowance, Holdings
 from datasetserver.lineage import Lineage
-from datasetserver.owners import Owners, Sender
+from datasetserver.owners import NOBODY, Owners, Sender
 from datasetserver.refused import Refused
+from datasetserver.reports import News, Reports
 from datasetserver.samples import Masks, ShardEpochId, full, indices, parse_keys, size
 from datasetserver.shard_epochs import Contribution, Lease, ShardEpoch, ShardEpochs
 from datasetserver.store import Store
-from datasetserver.tree import State, StateTree, spare
+from datasetserver.tree import State
 from datasetserver.wrong_states import WrongStates
 from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
 ANY_HOLDS = Allowance(2 * MAX_KEYS, 2 * MAX_KEYS)
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
-_MOST_REPORTERS = 64
-_MOST_SPARE_MEMBERS = 1 << 16
-"""In all states that one owner's peers were the first to report and that are not on the head's chain: about 10 MB, or 1,000 rounds of 64 peers."""
-_MOST_DISCARDED = 10_000
 _NAMES = 256
-_NOBODY = ""
-"""Another owner than any: stands behind what needs no second one."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +73,15 @@ class Book:
         self.lease_seconds, self.grace_seconds = lease_seconds, grace_seconds
         self._copy_seconds, self._order, self._extended = copy_seconds, order, extended
         self._holdings, self._vouches = Holdings(allowance), vouches
-        self._sure = ""
-        """The newest state of the head's chain that we know peers of two owners to stand behind; '': none."""
         self._to_discard = discarded
-        self._said_to_follow: set[str] = set()
-        """Digests of states that somebody has reported to follow a discarded one. Only a report says so, so another may say otherwise."""
         self._seen: dict[str, float] = {}
         self._names = names or _unguessable()
         self._owners = Owners(self._store)
-        self._contributions: dict[tuple[str, int], Contribution] = {}
-        self.tree = StateTree(self._registered, most_of_one)
+        self._leases = self._kept_leases()
+        self._contributions = {(c.peer, c.number): c for c in self._store.contributions()}
+        self._reports = Reports(self._store, self._owners, self._registered, most_of_one)
+        self.tree = self._reports.tree
         self.wrong = WrongStates(self._store, self.tree)
-        self._load()
         self._lineage = Lineage(self.tree, self._registered)
         self._rebuild()
         self._begun = self.shard_epochs.last_epoch
@@ -214,62 +206,20 @@ class Book:
         """
         self.sweep()
         self._touch(reporter)
-        known = self.tree.get(state.digest)
-        if known and not known.equals(state):
-            return self._add_another_story(state, reporter)
-        if known:
-            witnesses = self._witnesses(known)
-            another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
-            if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):
-                known.reporters.append(reporter)
-                self._store.set_state(known)
-            if another:
-                self._settle()
-            return self.tree.head
-        self._refuse_discarded(state)
-        wrong = self.tree.contradiction(state)
-        if wrong:
-            raise Refused(409, "contradiction", f"State {state.digest[:16]} cannot be: {wrong}.", "Catch up with the swarm.")
-        state.reporters = [reporter]
         before = self.tree.head
-        self.tree.add(state)
-        self._store.set_state(state)
-        if self.tree.is_followed(state):  # a report that comes late: the head's chain may be another though the head is not
+        news = self._reports.add(state, reporter)
+        if news is News.REDRAWN:
             self._change_branch()
-        else:
+        elif news is News.ADDED:
             self._follow_head(before)
-        self._forget_spare(state)
-        return self.tree.head
-
-    def _add_another_story(self, state: State, reporter: str) -> State:
-        """A known state was reported with other figures; returns the head. Refused with 409 where those before count at least as much.
-
-        Who lies may be the first to report a state, and say of it that it holds nothing of the others.
-        """
-        wrong = self.tree.contradiction(state) or state.parent in self._discarded
-        if wrong or not self.tree.outweighs(state):
-            raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
-        state.reporters = [reporter]
-        self.tree.replace(state)
-        for told in (state, *self.tree.children(state.digest)):
-            self._store.set_state(told)
-        self._change_branch()
+        elif news is News.BACKED:
+            self._settle()
         return self.tree.head
 
     def countersign(self) -> str:
-        """The state that the host's server answers for: of the head's chain the newest that peers of two owners stand behind; '' for none.
-
-        It descends from the one before, unless the host has discarded that: so of two branches only one ever has any. While the head is on
-        another branch there is none: peers take over what is countersigned, and nobody is to go back to a branch that the run has left.
-        """
+        """See `Reports.countersign`."""
         self._discard()
-        last, sure = "" if self._countersigned in self._discarded else self._countersigned, self.tree.get(self._sure)
-        if sure is not None and (not last or any(state.digest == last for state in self.tree.back(sure))):
-            last = sure.digest
-        if last != self._countersigned:
-            self._countersigned = last
-            self._store.set_countersigned(last)
-        return last if any(state.digest == last for state in self.tree.back()) else ""
+        return self._reports.countersign()
 
     def sweep(self) -> None:
         """End leases that were not renewed in time, and withdraw what peers that are long gone left pending."""
@@ -413,29 +363,9 @@ class Book:
     def _note_receipt(self, contribution: Contribution) -> None:
         self._holdings.vouch(contribution.vouched, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
 
-    def _settle(self) -> None:
-        """Make room for receipts again, by what the head's chain holds, and by who reported that.
-
-        A report of a state speaks for all before it. So this goes back from the head to the newest state that had two owners behind it before.
-        A lost report changes nothing: what a state holds, and what came before that of the same peer, is in no later one.
-        """
-        witnesses = {_NOBODY} if self._owners.one else set()
-        numbers: dict[str, int] = {}  # each peer's last, of the states with these witnesses
-        sure = ""
-        for state in self.tree.back():
-            if state.digest == self._sure:
-                break
-            if not self._witnesses(state) <= witnesses:
-                self._holdings.settle(numbers.items(), witnesses)
-                witnesses, numbers = witnesses | self._witnesses(state), {}
-            sure = sure or (state.digest if len(witnesses) > 1 else "")
-            for peer, number in state.contributions():
-                numbers.setdefault(peer, number)
-        self._holdings.settle(numbers.items(), witnesses)
-        self._sure = sure or self._sure
-
-    def _witnesses(self, state: State) -> set[str]:
-        return {self._owners.of(reporter) for reporter in state.reporters}
+    def _settle(self, *, anew: bool = False) -> None:
+        """Make room for receipts again; see `Reports.settle`."""
+        self._reports.settle(self._holdings, anew=anew)
 
     def _may_come(self, peer: str, number: int) -> bool:
         """Whether a state may still take it: none takes an earlier one than the peer's last."""
@@ -485,50 +415,21 @@ class Book:
             return self._rebuild()
         for state in self.tree.chain():
             self._include(set(state.contributions()) - before)
-        self._sure = ""
-        self._settle()
+        self._settle(anew=True)
 
     def _registered(self, pair: tuple[str, int]) -> int:
         contribution = self._contributions.get(pair)
         return contribution.samples + contribution.repeated if contribution else 0
 
-    def _forget_spare(self, new: State) -> None:
-        """Reports that are on no chain of ours take room; the least of those that the same owner's peers brought make way."""
-        if new is self.tree.head:
-            return
-        owner = self._owners.of(new.reporters[0])
-        while victim := spare(self.tree, [s for s in self.tree if self._owners.of(s.reporters[0]) == owner], _MOST_SPARE_MEMBERS):
-            self._remove(victim.digest)
-
-    def _remove(self, digest: str) -> list[State]:
-        gone, moved = self.tree.remove(digest)
-        for state in gone:
-            self._store.remove_state(state.digest)
-        for state in moved:
-            self._store.set_state(state)
-        return gone
-
-    def _refuse_discarded(self, state: State) -> None:
-        if self._discarded.isdisjoint((state.digest, state.parent)) and state.parent not in self._said_to_follow:
-            self._said_to_follow.discard(state.digest)
-            return
-        if len(self._said_to_follow) < _MOST_DISCARDED:
-            self._said_to_follow.add(state.digest)  # so that what follows it is refused, too, until somebody says that it follows another state
-        message = f"The host has discarded state {state.digest[:16]}, or one before it."
-        raise Refused(409, "discarded", message, "Start again: dd-peer goes on from what was before it.")
-
     def _discard(self) -> None:
         """Do what the host ordered since: forget states that it names, and all that descend from them."""
-        if new := set(self._to_discard()) - self._discarded:
+        if new := self._reports.are_new(self._to_discard()):
             self.discard(new)
 
     def discard(self, digests: Collection[str]) -> None:
         """Forget these states, which the host has discarded, and all that descend from them."""
         settled = [c for c in self._vouched() if not self._holdings.awaits(c.peer, c.number)]
-        for digest in sorted(digests):
-            for state in self._remove(digest):
-                self._never_take(state.digest)
-            self._never_take(digest)
+        self._reports.discard(digests)
         self._change_branch()
         self._forgive(settled)
 
@@ -536,27 +437,21 @@ class Book:
         """What was settled before the host discarded states stays so: else an honest token would answer for all the work that it lost."""
         for contribution in settled:
             if self._holdings.awaits(contribution.peer, contribution.number):
-                self._holdings.settle([(contribution.peer, contribution.number)], {_NOBODY})
+                self._holdings.settle([(contribution.peer, contribution.number)], {NOBODY})
                 contribution.vouched = ""
                 self._store.set_vouched(contribution)
 
     def _vouched(self) -> Iterator[Contribution]:
         return (contribution for contribution in self._contributions.values() if contribution.vouched)
 
-    def _never_take(self, digest: str) -> None:
-        self._discarded.add(digest)
-        self._store.discard(digest)
-
     # -- start
 
-    def _load(self) -> None:
-        self._leases = {lease.id: lease for lease in self._store.leases()}
-        for lease in self._leases.values():
+    def _kept_leases(self) -> dict[str, Lease]:
+        """Each with a full period."""
+        leases = {lease.id: lease for lease in self._store.leases()}
+        for lease in leases.values():
             lease.deadline, lease.since = self._clock() + self.lease_seconds, self._clock()
-        self._contributions.update({(c.peer, c.number): c for c in self._store.contributions()})
-        self._discarded, self._countersigned = self._store.discarded(), self._store.countersigned()
-        for state in self._store.states():
-            self.tree.add(state)
+        return leases
 
     def _rebuild(self) -> None:
         """Work out whose every sample is from leases, contributions and the head's chain."""
@@ -579,8 +474,7 @@ class Book:
             self._include(set(state.contributions()))
         for contribution in self._vouched():
             self._note_receipt(contribution)
-        self._sure = ""
-        self._settle()
+        self._settle(anew=True)
         for peer in {lease.peer for lease in self._leases.values()} | {peer for peer, _ in self._pending}:
             self._seen.setdefault(peer, now)
         self._next_expiry = now

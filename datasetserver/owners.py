@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datasetserver.refused import Refused
 from datasetserver.store import Store
 
+NOBODY = ""
+"""Another owner than any: stands behind what needs no second one."""
 MOST_IDS = 4096
 """Of one owner, ever. Each new folder of a peer is one; the ledger remembers all of a token, and looks at them."""
 

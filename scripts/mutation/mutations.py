@@ -210,8 +210,8 @@ MUTATIONS = (
     Mutation(
         "late_report_changes_nothing",
         "a report that comes late and changes the head's chain is noted and not counted",
-        "            self._change_branch()\n        else:\n            self._follow_head(before)\n        self._forget_spare",
-        "            pass\n        else:\n            self._follow_head(before)\n        self._forget_spare",
+        "        if news is News.REDRAWN:\n            self._change_branch()\n",
+        "        if news is News.REDRAWN:\n            pass\n",
         under="datasetserver/book.py",
     ),
     Mutation(

@@ -584,7 +584,7 @@ def test_a_ledger_of_before_that_was_hit_goes_on_from_the_honest_head(db, clock)
 
 
 def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, clock, monkeypatch):
-    monkeypatch.setattr("datasetserver.book._MOST_SPARE_MEMBERS", 10)
+    monkeypatch.setattr("datasetserver.reports._MOST_SPARE_MEMBERS", 10)
     before = final(book, 1, None, 1, 0)
     for number in range(50):
         parent = "alice1" if number % 2 else f"lost{number}"

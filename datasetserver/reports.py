@@ -1,0 +1,166 @@
+"""What peers report of final states: which word is taken, which is discarded or forgotten, and what the host's server answers for.
+
+Changes are written to SQLite by `Store.flush`. What follows from them for samples is the `Book`'s: each method says what has changed.
+"""
+
+from collections.abc import Callable, Collection
+from enum import Enum, auto
+
+from datasetserver.holdings import Holdings
+from datasetserver.owners import NOBODY, Owners
+from datasetserver.refused import Refused
+from datasetserver.store import Store
+from datasetserver.tree import Contribution, State, StateTree, spare
+
+_MOST_REPORTERS = 64
+_MOST_SPARE_MEMBERS = 1 << 16
+"""In all states that one owner's peers were the first to report and that are not on the head's chain: about 10 MB, or 1,000 rounds of 64 peers."""
+_MOST_DISCARDED = 10_000
+
+
+class News(Enum):
+    """What a report has changed."""
+
+    NOTHING = auto()
+    BACKED = auto()
+    """A second owner's peer stands behind a state that is known."""
+    ADDED = auto()
+    """There is one state more, that nothing follows: the head may have moved to it."""
+    REDRAWN = auto()
+    """The head's chain may be another though the head is not."""
+
+
+class Reports:
+    """The final states that were reported, as a tree, read from `store`.
+
+    registered, most: see `StateTree`. owners: who answers for the peers that report.
+    """
+
+    def __init__(self, store: Store, owners: Owners, registered: Callable[[Contribution], int], most: int = 0):
+        self._store, self._owners = store, owners
+        self._countersigned, self._discarded = store.countersigned(), store.discarded()
+        self._said_to_follow: set[str] = set()
+        """Digests of states that somebody has reported to follow a discarded one. Only a report says so, so another may say otherwise."""
+        self._sure = ""
+        """The newest state of the head's chain that we know peers of two owners to stand behind; '': none."""
+        self.tree = StateTree(registered, most)
+        for state in store.states():
+            self.tree.add(state)
+
+    def add(self, state: State, reporter: str) -> News:
+        """Take note of a final state. Refused with 409 when it contradicts itself, or what is known of that state, or was discarded."""
+        known = self.tree.get(state.digest)
+        if known and known.equals(state):
+            return self._add_reporter(known, reporter)
+        if known:
+            return self._add_another_story(state, reporter)
+        self._refuse_discarded(state)
+        if wrong := self.tree.contradiction(state):
+            raise Refused(409, "contradiction", f"State {state.digest[:16]} cannot be: {wrong}.", "Catch up with the swarm.")
+        state.reporters = [reporter]
+        self.tree.add(state)
+        self._store.set_state(state)
+        self._forget_spare(state)
+        return News.REDRAWN if self.tree.is_followed(state) else News.ADDED
+
+    def _add_reporter(self, known: State, reporter: str) -> News:
+        witnesses = self._witnesses(known)
+        another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
+        if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):
+            known.reporters.append(reporter)
+            self._store.set_state(known)
+        return News.BACKED if another else News.NOTHING
+
+    def _add_another_story(self, state: State, reporter: str) -> News:
+        """A known state was reported with other figures. Refused with 409 where those before count at least as much.
+
+        Who lies may be the first to report a state, and say of it that it holds nothing of the others.
+        """
+        wrong = self.tree.contradiction(state) or state.parent in self._discarded
+        if wrong or not self.tree.outweighs(state):
+            raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
+        state.reporters = [reporter]
+        self.tree.replace(state)
+        for told in (state, *self.tree.children(state.digest)):
+            self._store.set_state(told)
+        return News.REDRAWN
+
+    def _refuse_discarded(self, state: State) -> None:
+        if self._discarded.isdisjoint((state.digest, state.parent)) and state.parent not in self._said_to_follow:
+            self._said_to_follow.discard(state.digest)
+            return
+        if len(self._said_to_follow) < _MOST_DISCARDED:
+            self._said_to_follow.add(state.digest)  # so that what follows it is refused, too, until somebody says that it follows another state
+        message = f"The host has discarded state {state.digest[:16]}, or one before it."
+        raise Refused(409, "discarded", message, "Start again: dd-peer goes on from what was before it.")
+
+    def _forget_spare(self, new: State) -> None:
+        """Reports that are on no chain of ours take room; the least of those that the same owner's peers brought make way."""
+        if new is self.tree.head:
+            return
+        owner = self._owners.of(new.reporters[0])
+        while victim := spare(self.tree, [s for s in self.tree if self._owners.of(s.reporters[0]) == owner], _MOST_SPARE_MEMBERS):
+            self._remove(victim.digest)
+
+    # -- what the host has discarded
+
+    def are_new(self, digests: Collection[str]) -> set[str]:
+        """Those of them that are not discarded yet."""
+        return set(digests) - self._discarded
+
+    def discard(self, digests: Collection[str]) -> None:
+        """Forget these states, and all that descend from them, for good. The head's chain may be another then."""
+        for digest in sorted(digests):
+            for gone in (*(state.digest for state in self._remove(digest)), digest):
+                self._discarded.add(gone)
+                self._store.discard(gone)
+
+    def _remove(self, digest: str) -> list[State]:
+        gone, moved = self.tree.remove(digest)
+        for state in gone:
+            self._store.remove_state(state.digest)
+        for state in moved:
+            self._store.set_state(state)
+        return gone
+
+    # -- who stands behind a state
+
+    def settle(self, holdings: Holdings, *, anew: bool = False) -> None:
+        """Make room for receipts again, by what the head's chain holds, and by who reported that. anew: by all of the chain, which is another one.
+
+        A report of a state speaks for all before it. So this goes back from the head to the newest state that had two owners behind it before.
+        A lost report changes nothing: what a state holds, and what came before that of the same peer, is in no later one.
+        """
+        if anew:
+            self._sure = ""
+        witnesses = {NOBODY} if self._owners.one else set()
+        numbers: dict[str, int] = {}  # each peer's last, of the states with these witnesses
+        sure = ""
+        for state in self.tree.back():
+            if state.digest == self._sure:
+                break
+            if not self._witnesses(state) <= witnesses:
+                holdings.settle(numbers.items(), witnesses)
+                witnesses, numbers = witnesses | self._witnesses(state), {}
+            sure = sure or (state.digest if len(witnesses) > 1 else "")
+            for peer, number in state.contributions():
+                numbers.setdefault(peer, number)
+        holdings.settle(numbers.items(), witnesses)
+        self._sure = sure or self._sure
+
+    def countersign(self) -> str:
+        """The state that the host's server answers for: of the head's chain the newest that peers of two owners stand behind; '' for none.
+
+        It descends from the one before, unless the host has discarded that: so of two branches only one ever has any. While the head is on
+        another branch there is none: peers take over what is countersigned, and nobody is to go back to a branch that the run has left.
+        """
+        last, sure = "" if self._countersigned in self._discarded else self._countersigned, self.tree.get(self._sure)
+        if sure is not None and (not last or any(state.digest == last for state in self.tree.back(sure))):
+            last = sure.digest
+        if last != self._countersigned:
+            self._countersigned = last
+            self._store.set_countersigned(last)
+        return last if any(state.digest == last for state in self.tree.back()) else ""
+
+    def _witnesses(self, state: State) -> set[str]:
+        return {self._owners.of(reporter) for reporter in state.reporters}
