@@ -4,6 +4,7 @@ import io
 import re
 import tarfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from blake3 import blake3
@@ -24,6 +25,28 @@ _TOKEN = re.compile(r"'(?:s|t|re|ve|m|ll|d)|[^\W\d_]+|\d|(?:[^\s\w]|_)+")
 MASK = "a mask"
 
 
+Table = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the samples of shards turned out to be: (name of a picture, what it is); see `Ingested`. samples: (name, digest of the picture) of each."""
+
+    rejected: Table = field(default_factory=list)
+    duplicates: Table = field(default_factory=list)
+    changed: Table = field(default_factory=list)
+    notes: Table = field(default_factory=list)
+    samples: Table = field(default_factory=list)
+
+    def extend(self, other: Mapping[str, Iterable[Sequence[str]]]) -> None:
+        """By the tables of `other`."""
+        for table, rows in other.items():
+            getattr(self, table).extend((name, what) for name, what in rows)
+
+    def tables(self) -> dict[str, Table]:
+        return {table.name: getattr(self, table.name) for table in fields(self)}
+
+
 class Batches:
     """Cuts the stream of samples into shards. `taken`: how many pairs of the stream are in those that are kept.
 
@@ -42,11 +65,7 @@ class Batches:
         """drop_twins: reject a picture of the same bytes as an earlier one. first_index: of the first shard. known: (name, digest) of the pictures of the shards before it."""
         self._most, self._drop, self._resolution, self._first_index = shard_samples, drop_twins, resolution, first_index
         self.shards: list[Shard] = []
-        self.rejected: list[tuple[str, str]] = []
-        self.duplicates: list[tuple[str, str]] = []
-        self.changed: list[tuple[str, str]] = []
-        self.notes: list[tuple[str, str]] = []
-        self.samples: list[tuple[str, str]] = []
+        self.found = Found()
         self.taken = 0
         self._first: dict[bytes, str] = {}
         for name, digest in known:
@@ -59,17 +78,13 @@ class Batches:
                 self._first.setdefault(bytes.fromhex(digest), name)
 
     def _take_over(self, news: Mapping[str, Any]) -> None:
-        self.rejected += map(tuple, news["rejected"])
-        self.duplicates += map(tuple, news["duplicates"])
-        self.changed += map(tuple, news["changed"])
-        self.notes += map(tuple, news["notes"])
-        self.samples += map(tuple, news["samples"])
+        self.found.extend({table: news[table] for table in self.found.tables()})
         self.taken += news["taken"]
 
     def _clear(self) -> None:
         self._samples: list[Sample] = []
         self._bytes = 0
-        self._news: dict[str, Any] = {"rejected": [], "duplicates": [], "changed": [], "notes": [], "samples": [], "taken": 0}
+        self._news: dict[str, Any] = {**Found().tables(), "taken": 0}
 
     def add(self, name: str, result: Sample | str, keeper: Writer | NoKeeper) -> None:
         """The next pair's sample, or why it has none."""
@@ -121,7 +136,7 @@ class Batches:
     def end(self, keeper: Writer | NoKeeper) -> None:
         if self._samples:
             self._cut(keeper)
-        self.rejected += self._news["rejected"]
+        self.found.extend({"rejected": self._news["rejected"]})
 
 
 def notes_on(sample: Sample, resolution: int) -> list[str]:

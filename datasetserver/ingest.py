@@ -14,6 +14,7 @@ from typing import Any
 from datasetserver.cutting import SHARD_BYTES, Batches
 from datasetserver.kept import Kept, captions_in
 from datasetserver.loading import load_all
+from datasetserver.pictures import Sample
 from datasetserver.prepared import (
     FORMAT,
     Ingested,
@@ -87,8 +88,8 @@ def ingest(
     old = None if dry and grow_from is None else ingested(work_dir)
     if old and not dry:
         finish(work_dir, old)
-    if old and not dry and (old.source == identity or (old.older and frozen and grow_from is None)):
-        return old
+        if old.source == identity or (old.older and frozen and grow_from is None):
+            return old
     if old and frozen and grow_from is None:
         raise _changed(source, listing, policy, shard_samples, old, work_dir)
     grown = old if grow_from is not None else None
@@ -96,40 +97,34 @@ def ingest(
     kept = _kept(work_dir, grown, known) if grown else Kept()
     if grown:
         _refuse_another_weight(listing.pairs, kept, _weights(grown.manifest, known), work_dir)
-    pairs = kept.new(_by(policy, listing.pairs))
-    aside: dict[str, Pair] = {}
+    pairs, aside = kept.new(_by(policy, listing.pairs)), {}
     if policy.held_out:
         most = 0 if grown else MOST_HELD_OUT  # what is held out stays so for the run's life
         pairs = _without(pairs, policy.held_out, most, aside, listing.faults)
     drop = policy.duplicates == "drop"
     with contextlib.ExitStack() as closing:
         keeper = NoKeeper() if dry else closing.enter_context(Keeper(work_dir, identity))
-        writer = NoKeeper() if dry else Writer(work_dir)
-        batches = Batches(shard_samples, drop, keeper.done, resolution, len(grown.manifest.shards) if grown else 0, known)
+        trained = Batches(shard_samples, drop, keeper.done, resolution, len(grown.manifest.shards) if grown else 0, known)
         count = None if listing.count is None else max(0, listing.count - len(kept))
-        rest = islice(pairs, batches.taken, None)
-        for pair, result in show(load_all(rest, workers, listing.count), count):
-            batches.add(pair.name, result, keeper)
-        batches.end(keeper)
-        held_out = Batches(shard_samples, drop, (), resolution, 0, known + batches.samples)
-        for pair, result in load_all(aside.values(), workers, len(aside)):
-            held_out.add(pair.name, result, writer)
-        held_out.end(writer)
-    for each in ("rejected", "duplicates", "changed", "notes", "samples"):
-        getattr(batches, each).extend(getattr(held_out, each))
-    batches.notes.extend(kept.notes)
-    rejected = sorted(listing.faults + batches.rejected)
-    if not batches.shards and held_out.shards:
-        raise unfit(policy.held_out, len(aside), len(aside))
-    if not batches.shards and not grown:
-        if not dry:
+        _cut(trained, keeper, show(load_all(islice(pairs, trained.taken, None), workers, listing.count), count))
+        held_out = Batches(shard_samples, drop, (), resolution, 0, known + trained.found.samples)
+        _cut(held_out, NoKeeper() if dry else Writer(work_dir), load_all(aside.values(), workers, len(aside)))
+    found = trained.found
+    found.extend(held_out.found.tables())
+    rejected = sorted(listing.faults + found.rejected)
+    if not grown:
+        if not (trained.shards or held_out.shards or dry):
             write_rejected(work_dir, rejected)
-        raise nothing_in(source, rejected)
-    if policy.held_out and not grown and not held_out.shards:
-        raise unfit(policy.held_out, 0, sum(shard.samples for shard in batches.shards))
-    manifest = _grown(grown.manifest, batches.shards, grow_from or 0) if grown else Manifest.of(batches.shards, held_out=held_out.shards)
+        _refuse_unfit(source, policy, trained.shards, held_out.shards, len(aside), rejected)
+    manifest = _grown(grown.manifest, trained.shards, grow_from or 0) if grown else Manifest.of(trained.shards, held_out=held_out.shards)
     data = canonical_json(manifest.model_dump())
     digest = digest_bytes(data)
+    if frozen and not grown and not dry and first_of(work_dir) not in (None, digest):
+        raise UserError(
+            f"Shards of the run in {work_dir} are missing, and {source} no longer gives the same ones.",
+            fix="Restore that folder from a copy; or give another --work_dir for a new run.",
+            code=ExitCode.DISK,
+        )
     result = Ingested(
         manifest,
         digest,
@@ -137,20 +132,31 @@ def ingest(
         identity,
         rejected,
         True,
-        batches.duplicates,
-        batches.changed,
-        batches.notes,
+        found.duplicates,
+        found.changed,
+        [*found.notes, *kept.notes],
         held_out=grown.held_out if grown else policy.held_out,
     )
-    if frozen and not grown and not dry and first_of(work_dir) not in (None, digest):
-        raise UserError(
-            f"Shards of the run in {work_dir} are missing, and {source} no longer gives the same ones.",
-            fix="Restore that folder from a copy; or give another --work_dir for a new run.",
-            code=ExitCode.DISK,
-        )
     if not dry:
-        write_result(work_dir, result, data, known + batches.samples)
+        write_result(work_dir, result, data, known + found.samples)
     return result
+
+
+def _cut(batches: Batches, keeper: Writer | NoKeeper, loaded: Iterable[tuple[Pair, Sample | str]]) -> None:
+    """All of these pairs, as `load_all` gives them, into shards."""
+    for pair, result in loaded:
+        batches.add(pair.name, result, keeper)
+    batches.end(keeper)
+
+
+def _refuse_unfit(source: Source, policy: Policy, trained: Sequence[Shard], held_out: Sequence[Shard], aside: int, rejected: Faults) -> None:
+    """Raise UserError for a new dataset of which nothing is left to train on, or nothing to hold out. aside: pictures that were to be held out."""
+    if not trained and held_out:
+        raise unfit(policy.held_out, aside, aside)
+    if not trained:
+        raise nothing_in(source, rejected)
+    if policy.held_out and not held_out:
+        raise unfit(policy.held_out, 0, sum(shard.samples for shard in trained))
 
 
 def _identity(listing: Listing, policy: Policy, shard_samples: int) -> str:
