@@ -167,15 +167,21 @@ class Book:
         masks = parse_keys(keys, self.shard_epochs.samples)
         known = self._contributions.get((peer, number))
         if known:
-            return _same(known, masks)
-        if not offered:
+            return _same(known, masks, offered=offered)
+        charged = False
+        if offered:
+            masks, charged = self._without_lease(peer, masks)
+            if not masks:
+                return Contribution(peer, number, {}, live=False)
+        else:
             for uid, mask in masks.items():
                 self._refuse_foreign(peer, uid, mask)
-        last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
-        shard_epochs = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
-        vouched = self._vouches and not offered and self._may_come(peer, number) and self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer)
-        owner = self._owners.of(peer) if vouched else ""
-        contribution = Contribution(peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs), vouched=owner)
+        shard_epochs = {uid: own for uid, mask in masks.items() if (own := mask & self._open_to(peer, uid))}
+        room = self._may_come(peer, number) and self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer)
+        vouched, owner = self._vouches and not offered and room, self._owners.of(peer)
+        contribution = Contribution(
+            peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs), vouched=owner if vouched else "", charged=owner if charged else ""
+        )
         self._contributions[peer, number] = contribution
         self._store.add_contribution(contribution)
         for uid, mask in masks.items():
@@ -187,8 +193,8 @@ class Book:
             self._count(contribution)
             for pair in self._lineage.came(peer, number, self._pending):
                 self._withdraw(self._contributions[pair])
-        if vouched:
-            self._note_receipt(contribution)
+        if vouched or charged:
+            self._charge(contribution)
         before = self.tree.head
         self.tree.count_again((peer, number))
         self._follow_head(before)
@@ -289,6 +295,21 @@ class Book:
             message = f"{peer} does not hold sample {uid[0]}:{uid[1]}:{indices(lost)[0]}{counted}"
             raise Refused(409, "not_held", message, "Drop these samples and lease again.")
 
+    def _without_lease(self, peer: str, masks: Masks) -> tuple[Masks, bool]:
+        """What may be registered of samples that are in an offered contribution, and whether others than those it leased are among them.
+
+        Of these, anybody could name any. They are believed within the owner's allowance, which only a state gives back that peers of two
+        owners stand behind; beyond it, and of an epoch that is further ahead than the next, they count for nothing.
+        """
+        last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
+        masks = {uid: mask for uid, mask in masks.items() if uid[0] <= last}
+        held = {uid: own for uid, mask in masks.items() if (item := self.shard_epochs.get(uid)) and (own := mask & item.held_by(peer))}
+        if size(held) == size(masks):
+            return held, False
+        if self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer):
+            return masks, True
+        return held, False
+
     def _open_to(self, peer: str, uid: ShardEpochId) -> int:
         """The samples of a shard epoch that the peer may make its own: those it leased, and those nobody has."""
         item = self.shard_epochs[uid]
@@ -360,8 +381,9 @@ class Book:
             self.shard_epochs.free(item)
         return freed.bit_count()
 
-    def _note_receipt(self, contribution: Contribution) -> None:
-        self._holdings.vouch(contribution.vouched, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
+    def _charge(self, contribution: Contribution) -> None:
+        owner, samples = contribution.vouched or contribution.charged, contribution.samples + contribution.repeated
+        self._holdings.vouch(owner, contribution.peer, contribution.number, samples)
 
     def _settle(self, *, anew: bool = False) -> None:
         """Make room for receipts again; see `Reports.settle`."""
@@ -428,7 +450,7 @@ class Book:
 
     def discard(self, digests: Collection[str]) -> None:
         """Forget these states, which the host has discarded, and all that descend from them."""
-        settled = [c for c in self._vouched() if not self._holdings.awaits(c.peer, c.number)]
+        settled = [c for c in self._charged() if not self._holdings.awaits(c.peer, c.number)]
         self._reports.discard(digests)
         self._change_branch()
         self._forgive(settled)
@@ -438,11 +460,11 @@ class Book:
         for contribution in settled:
             if self._holdings.awaits(contribution.peer, contribution.number):
                 self._holdings.settle([(contribution.peer, contribution.number)], {NOBODY})
-                contribution.vouched = ""
-                self._store.set_vouched(contribution)
+                contribution.vouched = contribution.charged = ""
+                self._store.set_owner(contribution)
 
-    def _vouched(self) -> Iterator[Contribution]:
-        return (contribution for contribution in self._contributions.values() if contribution.vouched)
+    def _charged(self) -> Iterator[Contribution]:
+        return (contribution for contribution in self._contributions.values() if contribution.vouched or contribution.charged)
 
     # -- start
 
@@ -472,8 +494,8 @@ class Book:
                 self.shard_epochs[uid].pending |= mask if contribution.live else 0
         for state in self.tree.chain():
             self._include(set(state.contributions()))
-        for contribution in self._vouched():
-            self._note_receipt(contribution)
+        for contribution in self._charged():
+            self._charge(contribution)
         self._settle(anew=True)
         for peer in {lease.peer for lease in self._leases.values()} | {peer for peer, _ in self._pending}:
             self._seen.setdefault(peer, now)
@@ -485,7 +507,7 @@ class Book:
         self._seen[peer] = self._clock()
 
     def _live_of(self, peer: str) -> list[Contribution]:
-        return [self._contributions[pair] for pair in sorted(self._pending) if pair[0] == peer]
+        return [self._contributions[pair] for pair in sorted(pair for pair in self._pending if pair[0] == peer)]
 
 
 def _unguessable() -> Iterator[str]:
@@ -495,11 +517,14 @@ def _unguessable() -> Iterator[str]:
         yield from (block[at : at + 32] for at in range(0, len(block), 32))
 
 
-def _same(known: Contribution, masks: Masks) -> Contribution:
-    """`known`, whose number was given again; Refused (409) when the samples are others, or when it was withdrawn."""
+def _same(known: Contribution, masks: Masks, *, offered: bool) -> Contribution:
+    """`known`, whose number was given again; Refused (409) when the samples are others, or when it was withdrawn.
+
+    Of an offered one some may have been left out.
+    """
     name = f"Contribution {known.number} of {known.peer}"
     others = any(mask & ~masks.get(uid, 0) for uid, mask in known.shard_epochs.items())
-    if others or known.samples + known.repeated != size(masks):
+    if others or (known.samples + known.repeated != size(masks) and not offered):
         raise Refused(409, "number_taken", f"{name} was registered with other samples.", "Use a new number.")
     if not (known.live or known.counted):
         raise Refused(409, "withdrawn", f"{name} was withdrawn.", "Drop it: others may train its samples.")

@@ -80,8 +80,7 @@ class Reports:
         if wrong or not self.tree.outweighs(state):
             raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
         state.reporters = [reporter]
-        self.tree.replace(state)
-        for told in (state, *self.tree.children(state.digest)):
+        for told in (state, *self.tree.replace(state)):
             self._store.set_state(told)
         return News.REDRAWN
 

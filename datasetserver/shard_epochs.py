@@ -38,6 +38,8 @@ class Contribution:
     """A member of a state on the head's chain."""
     repeated: int = 0
     """How many samples are in it besides, which count as another's."""
+    charged: str = ""
+    """Whose allowance it counts against until peers of two owners stand behind a state that has it, for it was registered without a lease; '': nobody's."""
     vouched: str = ""
     """Whose peers answer for its receipt; '' without one: when it was registered, its peer held a lease for each of them, those that are repeated included."""
 

@@ -19,6 +19,7 @@ CREATE TABLE IF NOT EXISTS contribution (peer TEXT, number INT, live INT, repeat
 CREATE TABLE IF NOT EXISTS contribution_unit
     (peer TEXT, number INT, epoch INT, shard INT, samples BLOB, PRIMARY KEY (peer, number, epoch, shard)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS vouched (peer TEXT, number INT, owner TEXT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS charged (peer TEXT, number INT, owner TEXT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
@@ -34,6 +35,7 @@ _KEYS = {
     "contribution": (0, 1),
     "contribution_unit": (0, 1, 2, 3),
     "vouched": (0, 1),
+    "charged": (0, 1),
     "state": (0,),
     "bridge": (0,),
     "discarded": (0,),
@@ -95,9 +97,14 @@ class Store:
     # -- contributions
 
     def contributions(self) -> Iterator[Contribution]:
-        vouched = {(peer, number): owner for peer, number, owner in self._db.execute("SELECT peer, number, owner FROM vouched")}
+        vouched, charged = (
+            {(peer, number): owner for peer, number, owner in self._db.execute(f"SELECT peer, number, owner FROM {table}")}
+            for table in ("vouched", "charged")
+        )
         contributions = {
-            (peer, number): Contribution(peer, number, {}, live=bool(live), repeated=repeated, vouched=vouched.get((peer, number), ""))
+            (peer, number): Contribution(
+                peer, number, {}, live=bool(live), repeated=repeated, vouched=vouched.get((peer, number), ""), charged=charged.get((peer, number), "")
+            )
             for peer, number, live, repeated in self._db.execute("SELECT peer, number, live, repeated FROM contribution")
         }
         for peer, number, epoch, shard, samples in self._db.execute("SELECT peer, number, epoch, shard, samples FROM contribution_unit"):
@@ -106,8 +113,8 @@ class Store:
 
     def add_contribution(self, contribution: Contribution) -> None:
         self.set_contribution(contribution)
-        if contribution.vouched:
-            self.set_vouched(contribution)
+        if contribution.vouched or contribution.charged:
+            self.set_owner(contribution)
         for uid, mask in contribution.shard_epochs.items():
             self._put("contribution_unit", contribution.peer, contribution.number, *uid, self._pack(uid, mask))
 
@@ -115,8 +122,10 @@ class Store:
         """All but its shard epochs, which never change."""
         self._put("contribution", contribution.peer, contribution.number, int(contribution.live), contribution.repeated)
 
-    def set_vouched(self, contribution: Contribution) -> None:
+    def set_owner(self, contribution: Contribution) -> None:
+        """Who answers for its receipt, or for what was registered without a lease."""
         self._put("vouched", contribution.peer, contribution.number, contribution.vouched)
+        self._put("charged", contribution.peer, contribution.number, contribution.charged)
 
     # -- final states
 

@@ -93,16 +93,19 @@ class StateTree:
         counted, gaps = self._weigh(state, self._parent(state) or self._states.get(likely))
         return (counted, -gaps) > (known.counted, -known.gaps)
 
-    def replace(self, state: State) -> None:
-        """Take this story of a state in place of the one before."""
+    def replace(self, state: State) -> list[State]:
+        """Take this story of a state in place of the one before; returns the states whose ancestor may be another by that."""
+        orphans = self._bridged.get(state.digest, [])[:]  # they were taken to come after what it was said to be before
         self._forget(self._states[state.digest])
         self.add(state)
+        moved = self._bridge_anew(orphans)
         self.head = max(self._states.values(), key=_rank)  # what followed the story before may have a gap now
+        return [*self.children(state.digest), *moved]
 
     def count_again(self, pair: Contribution) -> None:
         """A contribution was registered after a state that has it was reported."""
-        for digest in self._having.get(pair, ()):
-            self._count_from(self._states[digest])
+        if digests := self._having.get(pair):
+            self._count_from(*(self._states[digest] for digest in digests))
 
     def children(self, digest: str) -> list[State]:
         """Those that are said to follow it."""
@@ -129,11 +132,15 @@ class StateTree:
         for state in gone:
             self._forget(state)
         self.head = max(self._states.values(), key=_rank, default=None)
-        moved = [self._states[orphan] for orphan in orphans if orphan in self._states]
-        for state in moved:
-            self._set_bridge(state, self._likely_ancestor(state))
+        return gone, self._bridge_anew(orphans)
+
+    def _bridge_anew(self, digests: Iterable[str]) -> list[State]:
+        """Decide anew what these come after, of which we know no parent; returns those that are still there."""
+        states = [self._states[digest] for digest in digests if digest in self._states]
+        for state in states:
+            self._set_bridge(state, self._likely_ancestor(state) if self._has_gap(state) else None)
             self._count_from(state)
-        return gone, moved
+        return states
 
     def since(self, ancestor: State | None) -> list[State] | None:
         """The head and its ancestors after `ancestor`, the oldest first; None where a parent is unknown, or it is on another branch."""
@@ -181,7 +188,9 @@ class StateTree:
     # -- ancestors
 
     def _ancestor(self, state: State) -> State | None:
-        return self._parent(state) or self._states.get(state.bridge or "")
+        """Of an earlier round: so no story of a state, told later, can lead in a circle."""
+        found = self._parent(state) or self._states.get(state.bridge or "")
+        return found if found is not None and found.round < state.round else None
 
     def _parent(self, state: State) -> State | None:
         """If it is known, and sums and rounds follow from it."""
@@ -209,20 +218,23 @@ class StateTree:
         if ancestor:
             self._bridged[ancestor].append(state.digest)
 
-    def _descendants(self, digest: str) -> Iterator[State]:
-        """The state, and after it all that are counted on top of it, parents before their children."""
-        waiting = [self._states[digest]]
+    def _descendants(self, states: Iterable[State]) -> list[State]:
+        """These states and all that are counted on top of them, each once, ancestors first."""
+        found = {state.digest: state for state in states}
+        waiting = list(found.values())
         for one in waiting:
-            yield one
             linked = map(self._states.__getitem__, (*self._children.get(one.digest, ()), *self._bridged.get(one.digest, ())))
-            waiting += [child for child in linked if self._ancestor(child) is one]
+            new = [child for child in linked if child.digest not in found and self._ancestor(child) is one]
+            found |= {child.digest: child for child in new}
+            waiting += new
+        return sorted(waiting, key=lambda state: state.round)
 
     # -- counting
 
-    def _count_from(self, state: State) -> None:
-        """Count a state anew, and with it all that descend from it; usually it is the newest, and nothing does."""
+    def _count_from(self, *states: State) -> None:
+        """Count states anew, and with them all that descend from them; usually it is the newest one, and nothing does."""
         fell = False
-        for one in self._descendants(state.digest):
+        for one in self._descendants(states):
             before = one.counted
             one.counted, one.gaps = self._weigh(one, self._ancestor(one))
             fell = fell or one.counted < before
@@ -238,22 +250,21 @@ class StateTree:
 
     def _own_count(self, state: State, ancestor: State | None) -> int:
         """What its members add: of each no more than it registered, nor than two rounds have, and nothing that an ancestor has."""
-        total = 0
-        for peer, number, samples in state.members:
-            registered = self._registered((peer, number))  # first: who reports may name 512 that nobody did, and each look goes through the chain
-            if registered and not self._in_lineage((peer, number), state, ancestor):
-                total += min(samples, registered, self._most or samples)
-        return total
+        counts = {(peer, number): min(samples, self._registered((peer, number)), self._most or samples) for peer, number, samples in state.members}
+        counts = {pair: count for pair, count in counts.items() if count}  # who reports may name 512 that nobody registered
+        return sum(counts.values()) - sum(counts[pair] for pair in self._earlier(state, counts, ancestor))
 
-    def _in_lineage(self, pair: Contribution, state: State, ancestor: State | None) -> bool:
-        others = [self._states[digest] for digest in self._having.get(pair, ()) if digest != state.digest]
-        for other in others:
-            older = ancestor
-            while older is not None and older.round > other.round:
-                older = self._ancestor(older)
-            if older is other:
-                return True
-        return False
+    def _earlier(self, state: State, pairs: Iterable[Contribution], ancestor: State | None) -> set[Contribution]:
+        """Those of `pairs` that `ancestor`, or one before it, has. The chain is walked once for all of them, and only as far back as one of them is."""
+        others = {pair: [digest for digest in self._having.get(pair, ()) if digest != state.digest] for pair in pairs}
+        first = min((self._states[digest].round for some in others.values() for digest in some), default=None)
+        if first is None:
+            return set()
+        chain: set[str] = set()
+        while ancestor is not None and ancestor.round >= first:
+            chain.add(ancestor.digest)
+            ancestor = self._ancestor(ancestor)
+        return {pair for pair, some in others.items() if not chain.isdisjoint(some)}
 
     def _forget(self, state: State) -> None:
         self._set_bridge(state, None)

@@ -289,8 +289,10 @@ def test_of_two_peers_that_trained_the_same_without_a_lease_the_first_to_registe
 
 def test_nobody_takes_samples_of_epochs_to_come_by_having_trained_them(book):
     book.lease("carol", 1)
-    assert book.contribute("alice", 1, ["2:0:0"], offered=True).repeated == 1
-    assert book.contribute("alice", 2, ["1:0:0", "999999999:0:0"], offered=True).samples == 1
+    assert book.contribute("alice", 1, ["2:0:0"], offered=True).repeated == 0 and not book._contributions
+    for _ in "as often as it is said":
+        one = book.contribute("alice", 2, ["1:0:0", "999999999:0:0"], offered=True)
+        assert (one.samples, one.repeated) == (1, 0)
     assert book.shard_epochs.last_epoch == 1
 
 
@@ -721,10 +723,47 @@ def test_members_whom_nobody_knows_cost_no_walk_through_the_chain(book, monkeypa
     made_up = [(f"nobody{number}", 1, 1) for number in range(512)]
     for name in ("a", "b", "c"):
         book.add_final(state(name, "one", 2, 516, *made_up), "mallory")
-    walked = []
-    monkeypatch.setattr(book.tree, "_in_lineage", lambda *asked: walked.append(asked) or False)
+    walked, ancestor = [], book.tree._ancestor
+    monkeypatch.setattr(book.tree, "_ancestor", lambda one: walked.append(one) or ancestor(one))
     book.add_final(state("d", "one", 2, 516, *made_up), "mallory")
-    assert not walked and book.counted_samples == 4
+    assert len(walked) < 10 and book.counted_samples == 4
+
+
+def test_members_that_many_states_have_cost_one_walk_through_the_chain(book, monkeypatch):
+    """Else each of 512 members cost one for each of the states: 55 s for one report of a run of 1,000 rounds."""
+    for number in range(1, 101):
+        book.contribute("alice", number, keys(book.lease("alice", 1)))
+        book.add_final(state(f"s{number}", f"s{number - 1}" if number > 1 else None, number, number, ("alice", number, 1)), "alice")
+    made_up = [(f"mallory{one}", 1, 1) for one in range(50)]
+    for peer, *_ in made_up:
+        book.contribute(peer, 1, ["0:0:0"], offered=True)
+    for number in range(20):
+        book.add_final(state(f"m{number}", "unknown", 2, 60, *made_up), "mallory0")
+    walked, ancestor = [], book.tree._ancestor
+    monkeypatch.setattr(book.tree, "_ancestor", lambda one: walked.append(one) or ancestor(one))
+    book.add_final(state("last", "unknown", 150, 200, *made_up), "mallory0")
+    assert len(walked) < 1000, "about 100 for its own figures, as many for each chain that is read"
+
+
+def test_a_contribution_that_many_states_of_a_chain_have_counts_each_of_them_once_more(book, monkeypatch):
+    made_up = [(f"mallory{one}", 1, 1) for one in range(30)]
+    for number in range(1, 31):
+        book.add_final(state(f"m{number}", f"m{number - 1}" if number > 1 else None, number, 30 * number, *made_up), "mallory0")
+    weighed, weigh = [], book.tree._weigh
+    monkeypatch.setattr(book.tree, "_weigh", lambda *asked: weighed.append(asked) or weigh(*asked))
+    book.contribute("mallory0", 1, ["0:0:0"], offered=True)
+    assert len(weighed) == 30 and book.counted_samples == 1
+
+
+def test_another_story_of_a_state_leads_in_no_circle(book):
+    """What was taken to come after it may come before it by the new story: the ledger's thread went round and round."""
+    book.contribute("mallory", 1, ["0:0:0"], offered=True)
+    book.add_final(state("x", "a", 2, 1, ("mallory", 900, 1)), "mallory")
+    book.add_final(state("c", "b", 4, 2, ("mallory", 901, 1)), "mallory")
+    assert book.tree.get(digest("c")).bridge == digest("x")
+    book.add_final(state("x", "d", 100, 3, ("mallory", 1, 1)), "mallory")
+    assert book.tree.get(digest("x")).bridge == digest("c") and book.tree.get(digest("c")).bridge != digest("x")
+    assert book.tree.head.digest == digest("x") and book.counted_samples == 1
 
 
 def test_reports_that_are_forgotten_again_leave_nothing_of_the_peers_that_they_name(book):

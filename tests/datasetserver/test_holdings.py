@@ -374,3 +374,50 @@ def test_what_is_countersigned_goes_on_along_its_branch(book):
         made = book.contribute(alice, number, leased(book, alice, SHARD))
         settle_as(book, alice, (alice, number, made.samples))
         assert book.countersign() == book.tree.head.digest and book.tree.head.round == number
+
+
+def first_keys(count: int) -> list[str]:
+    return [sample_key(0, number // SHARD, number % SHARD) for number in range(count)]
+
+
+def of_two_owners(book: Book) -> None:
+    for peer in ("mallory", "alice"):
+        book.admit(peer, Sender(f"token of {peer}", ("token of mallory", "token of alice")))
+
+
+def made_up_round(book: Book, number: int) -> None:
+    """With samples that nobody leased, in a state that nobody else knows of."""
+    book.contribute("mallory", number, first_keys(TARGET), offered=True)
+    parent, before, samples = (book.tree.head.digest, book.tree.head.round, book.tree.head.samples) if book.tree.head else (BASE, 0, 0)
+    made_up = State(digest(f"made up {number}"), parent, before + 1, samples + TARGET, (("mallory", number, TARGET),))
+    book.add_final(made_up, "mallory")
+
+
+def test_what_nobody_leased_counts_within_the_allowance_until_another_owner_reports_the_state(db):
+    """One id ended a run of 100,000 samples by 49 such rounds, each of the same samples."""
+    book = open_book(db, vouches=False)
+    of_two_owners(book)
+    for number in range(1, 21):
+        made_up_round(book, number)
+    assert book.counted_samples == ALLOWED.first + TARGET, "four rounds, and one for the round that was new"
+    assert len(book._contributions) == 5, "what is beyond is not kept"
+    book.save()
+    book = open_book(db, vouches=False)
+    of_two_owners(book)
+    made_up_round(book, 21)
+    assert book.counted_samples == ALLOWED.first + TARGET, "also after a restart"
+    head = book.tree.head
+    book.add_final(again(head), "alice")
+    made_up_round(book, 22)
+    assert book.counted_samples == ALLOWED.first + 2 * TARGET
+
+
+def test_of_what_was_offered_beyond_the_allowance_the_leased_samples_count(db):
+    book = open_book(db, vouches=False)
+    of_two_owners(book)
+    mine = leased(book, "mallory", TARGET)[:TARGET]
+    more = [key for key in first_keys(ALLOWED.first + TARGET) if key not in mine][: ALLOWED.first]
+    for _ in "as often as it is said":
+        contribution = book.contribute("mallory", 1, mine + more, offered=True)
+        assert (contribution.samples, contribution.repeated, contribution.charged) == (TARGET, 0, "")
+    assert book.contribute("mallory", 2, more, offered=True).samples == ALLOWED.first
