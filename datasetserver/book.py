@@ -81,7 +81,7 @@ class Book:
         self._contributions = {(c.peer, c.number): c for c in self._store.contributions()}
         self._reports = Reports(self._store, self._owners, self._registered, most_of_one)
         self.tree = self._reports.tree
-        self.wrong = WrongStates(self._store, self.tree)
+        self.wrong = WrongStates(self._store, self.tree, lambda: self._reports.sure)
         self._lineage = Lineage(self.tree, self._registered)
         self._rebuild()
         self._begun = self.shard_epochs.last_epoch

@@ -153,13 +153,18 @@ class Reports:
         It descends from the one before, unless the host has discarded that: so of two branches only one ever has any. While the head is on
         another branch there is none: peers take over what is countersigned, and nobody is to go back to a branch that the run has left.
         """
-        last, sure = "" if self._countersigned in self._discarded else self._countersigned, self.tree.get(self._sure)
+        last, sure = "" if self._countersigned in self._discarded else self._countersigned, self.sure
         if sure is not None and (not last or any(state.digest == last for state in self.tree.back(sure))):
             last = sure.digest
         if last != self._countersigned:
             self._countersigned = last
             self._store.set_countersigned(last)
         return last if any(state.digest == last for state in self.tree.back()) else ""
+
+    @property
+    def sure(self) -> State | None:
+        """The newest state of the head's chain that we know peers of two owners to stand behind. A head may be one peer's word."""
+        return self.tree.get(self._sure)
 
     def _witnesses(self, state: State) -> set[str]:
         return {self._owners.of(reporter) for reporter in state.reporters}

@@ -5,13 +5,13 @@ have what was before it. What is older, or cannot be told from another state, is
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datasetserver.refused import Refused
 from datasetserver.store import Store
-from datasetserver.tree import StateTree
+from datasetserver.tree import State, StateTree
 from swarm.errors import UserError
 from swarm.records import MOST_BANS
 from swarm.wrong_states import MOST_BEHIND, WrongState
@@ -42,8 +42,9 @@ class WrongStates:
     """The states that wrong means made, by their accused and who showed them, kept in the ledger. Of each accused one owner shows one state: a liar
     may show one that it has made up, and must not keep others from showing the right one."""
 
-    def __init__(self, store: Store, tree: StateTree):
-        self._store, self._tree, self._known = store, tree, read_wrong(store)
+    def __init__(self, store: Store, tree: StateTree, sure: Callable[[], State | None]):
+        """sure: the newest state that more than one owner's peers stand behind: a head is one peer's word, which may be of any round."""
+        self._store, self._tree, self._sure, self._known = store, tree, sure, read_wrong(store)
 
     def all(self) -> dict[str, str]:
         """Accused -> what became of the states that it made, for the host."""
@@ -63,8 +64,8 @@ class WrongStates:
     def _fault(self, digest: str, number: int, room: bool) -> str:
         if not room:
             return f"{MOST_WORDS} of your {MOST_BANS} words about peers and states are taken"
-        head = self._tree.head
-        if head is not None and (behind := head.round - number) > MOST_BEHIND:
+        sure = self._sure()
+        if sure is not None and (behind := sure.round - number) > MOST_BEHIND:
             return f"{behind} rounds had followed it when it was shown"
         if twin := self._tree.twin(digest):
             return f"state {twin.digest} begins with the same digits"

@@ -101,7 +101,8 @@ class Server(SimpleNamespace):
         parent = "0" * 64
         for number in range(1, rounds + 1):
             digest = self.shown.digest if number == at else f"{number:x}" * 64
-            self.book.tree.add(State(digest, parent, number, number, (("QmAnn", number, 1),), ["QmAnn"]))
+            for reporter in ("QmAnn", "QmBob"):
+                self.book.add_final(State(digest, parent, number, number, (("QmAnn", number, 1),)), reporter)
             parent = digest
 
     def boot(self):
@@ -134,6 +135,15 @@ def test_what_is_too_old_is_left_to_the_host_and_said_for_good():
     for _ in range(2):
         assert server.show() == [] and server.book.wrong.all() == {LIAR: why}
         server.boot()  # its states are not in this ledger: what was judged stays
+
+
+def test_rounds_that_one_peer_made_up_do_not_make_a_state_too_old():
+    """Its word stays head until the next round; what was judged meanwhile stays for good."""
+    server = Server()
+    server.book.contribute("QmMallory", 1, ["0:0:0"], offered=True)
+    server.book.add_final(State("f" * 64, "e" * 64, 2**53, 2**53, (("QmMallory", 1, 1),)), "QmMallory")
+    assert server.book.tree.head.round == 2**53
+    assert server.show() == [server.shown.digest]
 
 
 def test_no_other_state_is_discarded():
