@@ -11,6 +11,7 @@ import pytest
 from datasetserver import heads
 from datasetserver.__main__ import cli
 from datasetserver.book import Book
+from datasetserver.owners import Sender
 from datasetserver.proven import Proven
 from datasetserver.refused import Refused
 from datasetserver.store import SCHEMA
@@ -102,6 +103,7 @@ class Server(SimpleNamespace):
         for number in range(1, rounds + 1):
             digest = self.shown.digest if number == at else f"{number:x}" * 64
             for reporter in ("QmAnn", "QmBob"):
+                self.book.admit(reporter, Sender(address=f"of {reporter}"))
                 self.book.add_final(State(digest, parent, number, number, (("QmAnn", number, 1),)), reporter)
             parent = digest
 
