@@ -296,6 +296,18 @@ def test_records_without_a_seal_with_another_states_or_of_no_member_bring_nothin
     assert ours.shown.certificate.peers == set(five.peers[:2])
 
 
+def test_a_round_made_alone_ends_no_waiting_for_those_who_sealed_the_one_before(five, tmp_path):
+    """Seed 8001104: a newcomer whose only friend had gone made a round alone after 20 s, and then followed liars at once instead of after 300 s."""
+    state = next_state(five.lineage(2)[-1], [[torch.ones(4)]], [Member(five.peers[2], 9, 16)])
+    ours = Certificates(five.seals(0), tmp_path / "certificate.json", state)
+    ours.see([five.record(2, state)])
+    assert ours.others == {five.peers[2]}
+    ours.moved(next_state(state, [[torch.ones(4)]], [Member(five.peers[0], 9, 16)]))
+    assert ours.shown.certificate.peers == {five.peers[0]} and ours.others == {five.peers[2]}
+    ours.moved(five.lineage(0)[0])
+    assert not ours.others
+
+
 def test_what_is_of_another_line_is_shown_no_more_and_a_small_round_outdoes_no_large_one(five, tmp_path):
     *_, state = five.lineage(5)
     ours = Certificates(five.seals(0), tmp_path / "certificate.json", state)

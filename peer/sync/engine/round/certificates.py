@@ -32,8 +32,10 @@ class Certificates:
         self._best: Certificate | None = None
         self._kept: Certificate | None = None
         """What is on disk."""
+        self._others: Certificate | None = None
+        """The strongest that somebody else has sealed, too: a round that we make alone is evidence of nobody's company."""
         if seals.needed:
-            self._best = self._kept = self._read()
+            self._best = self._kept = self._others = self._read()
             self.moved(state)
 
     @property
@@ -46,6 +48,11 @@ class Certificates:
         """What we show to who asks."""
         return Shown(self._best, self._line)
 
+    @property
+    def others(self) -> Collection[str]:
+        """Who has sealed, besides us, the last state of ours that anybody else has sealed."""
+        return self._others.peers - {self._seals.peer_id} if self._others is not None else ()
+
     def moved(self, state: State) -> None:
         """We stand on `state` from now on."""
         if not self._seals.needed:
@@ -55,8 +62,7 @@ class Certificates:
         self._made = {made.digest: made for made in rounds}
         self._signers = {digest: self._signers.get(digest, {}) for digest in self._made}
         self._line = line_of(state)
-        if self._best is not None and not is_on(self._line, self._best.made.digest):
-            self._best = None
+        self._best, self._others = (each if each and is_on(self._line, each.made.digest) else None for each in (self._best, self._others))
         own = self._seals.own(rounds[0]) if rounds else None
         self._seal = own.seal if own is not None else ""
         if own is not None:
@@ -80,7 +86,9 @@ class Certificates:
         signers[signer.peer] = signer
         certificate = certified(made, signers)
         if certificate is not None:
-            self._best = strongest([certificate, self._best] if self._best is not None else [certificate])
+            self._best = strongest(filter(None, (certificate, self._best)))
+            if certificate.peers - {self._seals.peer_id}:
+                self._others = strongest(filter(None, (certificate, self._others)))
 
     def _keep(self) -> None:
         """Once a round: after a crash the last one may be missing. A disk that cannot take it costs memory of it after a restart, no more."""

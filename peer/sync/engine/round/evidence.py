@@ -67,9 +67,8 @@ class Evidence:
 
     @property
     def signers(self) -> Collection[str]:
-        """Of our own certificate, other than ourselves; nobody without one."""
-        best = self._certificates.shown.certificate
-        return best.peers - {self._seals.peer_id} if best is not None else ()
+        """Of our own certificate, other than ourselves; nobody without one. A later one that we alone have sealed changes nothing."""
+        return self._certificates.others
 
     def holds_us(self, judgement: Judgement) -> bool:
         """Whether our own state is on or after those that judge."""
