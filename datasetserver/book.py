@@ -176,7 +176,8 @@ class Book:
         else:
             for uid, mask in masks.items():
                 self._refuse_foreign(peer, uid, mask)
-        shard_epochs = {uid: own for uid, mask in masks.items() if (own := mask & self._open_to(peer, uid))}
+        last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
+        shard_epochs = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
         room = self._may_come(peer, number) and self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer)
         vouched, owner = self._vouches and not offered and room, self._owners.of(peer)
         contribution = Contribution(
@@ -299,10 +300,8 @@ class Book:
         """What may be registered of samples that are in an offered contribution, and whether others than those it leased are among them.
 
         Of these, anybody could name any. They are believed within the owner's allowance, which only a state gives back that peers of two
-        owners stand behind; beyond it, and of an epoch that is further ahead than the next, they count for nothing.
+        owners stand behind; beyond it they count for nothing.
         """
-        last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
-        masks = {uid: mask for uid, mask in masks.items() if uid[0] <= last}
         held = {uid: own for uid, mask in masks.items() if (item := self.shard_epochs.get(uid)) and (own := mask & item.held_by(peer))}
         if size(held) == size(masks):
             return held, False
@@ -520,11 +519,12 @@ def _unguessable() -> Iterator[str]:
 def _same(known: Contribution, masks: Masks, *, offered: bool) -> Contribution:
     """`known`, whose number was given again; Refused (409) when the samples are others, or when it was withdrawn.
 
-    Of an offered one some may have been left out.
+    Of an offered one, those that it held no lease for may have been left out.
     """
     name = f"Contribution {known.number} of {known.peer}"
     others = any(mask & ~masks.get(uid, 0) for uid, mask in known.shard_epochs.items())
-    if others or (known.samples + known.repeated != size(masks) and not offered):
+    left_out = offered and not (known.repeated or known.charged)
+    if others or (known.samples + known.repeated != size(masks) and not left_out):
         raise Refused(409, "number_taken", f"{name} was registered with other samples.", "Use a new number.")
     if not (known.live or known.counted):
         raise Refused(409, "withdrawn", f"{name} was withdrawn.", "Drop it: others may train its samples.")
