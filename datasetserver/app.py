@@ -3,6 +3,7 @@
 No path, header or body of a user ever reaches the file system: a shard is found by its digest in the manifest.
 """
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -61,9 +62,12 @@ async def healthz(request: web.Request) -> web.Response:
 
 
 async def get_openapi(request: web.Request) -> web.Response:
-    return web.Response(
-        body=canonical_json(describe(ENDPOINTS, tokens=request.app[SERVICE].tokens is not None)), content_type="application/json"
-    )
+    return web.Response(body=_description(request.app[SERVICE].tokens is not None), content_type="application/json")
+
+
+@functools.cache  # made anew it takes 20 ms, and strangers may ask for it
+def _description(tokens: bool) -> bytes:
+    return canonical_json(describe(ENDPOINTS, tokens=tokens))
 
 
 async def get_run(request: web.Request) -> web.Response:

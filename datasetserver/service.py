@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic import BaseModel
 
 from datasetserver import answers
 from datasetserver.bans import say
@@ -39,7 +38,7 @@ from swarm.records import HostWord
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 
-Request = TypeVar("Request", bound=BaseModel)
+Request = TypeVar("Request", bound=protocol.Message)
 
 
 @dataclass
@@ -148,7 +147,7 @@ def with_run(request: web.Request, *, status: int) -> Service:
 
 async def for_run(request: web.Request, model: type[Request]) -> tuple[Service, Request]:
     """The service and the request's body as `model`, which is about the run that is served, and signed by its peer. Raises Refused."""
-    service, body = with_run(request, status=409), await answers.read_body(request)
+    service, body = with_run(request, status=409), await answers.read_body(request, model.most_bytes)
     asked = answers.parse(body, model)
     if asked.run_id != service.run.run_id:
         message = f"This server serves run {service.run.run_id}, not {asked.run_id}."

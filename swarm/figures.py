@@ -16,6 +16,8 @@ A100_SAMPLES_PER_SECOND = 8 / 1.40
 """One A100-80GB trains SD 1.x whole, with 8-bit Adam, VAE and CLIP in the loop, at 512 pixels: 8 pictures in 1.40 s (the original project's README)."""
 _A100_RESOLUTION = 512
 _NOT_TRAINING = (ASSIST, LEAVING)
+_SLOWEST = 1e-6
+"""Samples a second, below which nobody can say when a run ends: JSON has no infinity."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def figures(seen: Mapping[str, Any]) -> Figures:
         round_target=target,
         round_share=min(seen["waiting_samples"] / target, 1.0) if target else 1.0,
         epoch_share=seen["epoch_samples"] / seen["dataset_samples"] if seen.get("dataset_samples") else None,
-        eta_seconds=max(left - seen["waiting_samples"], 0) / effective if total and effective > 0 and not seen["finished"] else None,
+        eta_seconds=max(left - seen["waiting_samples"], 0) / effective if total and effective > _SLOWEST and not seen["finished"] else None,
         a100s=speed * ((seen.get("resolution") or _A100_RESOLUTION) / _A100_RESOLUTION) ** 2 / A100_SAMPLES_PER_SECOND,
         utilisation=utilisation,
         trainers=len(training),

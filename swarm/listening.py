@@ -34,10 +34,10 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def check_url(url: str, option: str) -> None:
-    """Raises UserError unless `url`, the value of `option`, is one of http or https with a name or an address."""
+    """Raises UserError unless `url`, the value of `option`, is one of http or https with a name or an address, and without a password: all read it."""
     try:
         parts = urlsplit(url)
-        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.username is None
     except ValueError:  # of a port or an address that is none
         right = False
     if not right:

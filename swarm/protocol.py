@@ -6,7 +6,7 @@ Server and client parse with these same models. A *shard epoch* is one shard in 
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from blake3 import blake3
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, StringConstraints, model_serializer, model_validator
@@ -44,6 +44,12 @@ Maddr = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r
 Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, le=1e11)]
+"""UNIX seconds, up to the year 5138: later ones have no date in every C library."""
+Period = Annotated[float, Field(ge=0.1, le=1e6)]
+"""Seconds: what a server asks for again and again comes ten times a second at most."""
+ShardBytes = Annotated[int, Field(ge=1, le=1 << 30)]
+"""A host cuts shards at 48 MiB and one picture more. A peer keeps each on its disk, and one in memory."""
 RunState = Literal["running", "paused", "ended"]
 Column = Annotated[
     Sequence[Annotated[int, Field(ge=1, le=2**32 - 1)]],
@@ -56,6 +62,8 @@ Keys = Annotated[list[SampleKey], Field(max_length=MAX_KEYS)]
 
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    most_bytes: ClassVar[int] = 256 << 10
+    """Of a request as JSON: a report of 512 members has 100 kB."""
 
 
 class ErrorBody(Message):
@@ -77,7 +85,7 @@ class Shard(Message):
 
     index: Count
     digest: Digest
-    bytes: Positive
+    bytes: ShardBytes
     samples: Annotated[int, Field(ge=1, le=MAX_SHARD_SAMPLES)]
     widths: Column
     """Pixels."""
@@ -181,7 +189,7 @@ class RunAnswer(Message):
     initial_peers: Annotated[list[Maddr], Field(max_length=64)]
     manifest: Digest
     head: Head | None
-    server_time: Number
+    server_time: Time
     host_key: Digest
     signature: Signature
     extension: Extension | None = None
@@ -203,6 +211,7 @@ RunValue = (  # None: an option that was left to whoever reads the model
 class FoundRequest(Message):
     """PUT /v1/run: found this run at a server that has none. `run` is RunConfig's mapping; the server fills in `dataset_digest`."""
 
+    most_bytes = 8 * MAX_RUN_BYTES
     run: dict[str, RunValue | dict[str, RunValue]]
 
 
@@ -267,7 +276,7 @@ class LeasedShard(Message):
     epoch: Count
     shard: Count
     digest: Digest
-    bytes: Positive
+    bytes: ShardBytes
     samples: Positive
     skip: Annotated[list[Count], Field(max_length=1_000_000)]
 
@@ -276,8 +285,8 @@ class LeaseAnswer(Message):
     """Renew every `renew_every` seconds; after `expires_in` seconds without, the shard epochs go to others."""
 
     lease_id: LeaseId
-    expires_in: Number
-    renew_every: Number
+    expires_in: Period
+    renew_every: Period
     shard_epochs: Annotated[list[LeasedShard], Field(max_length=MAX_KEYS)]
 
 
@@ -289,8 +298,8 @@ class RenewRequest(Message):
 class RenewAnswer(Message):
     """state: paused: keep the samples, and train on when it is running again; ended: no more are wanted."""
 
-    expires_in: Number
-    renew_every: Number
+    expires_in: Period
+    renew_every: Period
     state: RunState = "running"
     extension: Extension | None = None
     bans: Annotated[list[HostWord], Field(max_length=BANS_TOLD)] = []
@@ -312,6 +321,7 @@ class MemberAnswer(Message):
 class ReleaseRequest(Message):
     """Give back `keys`, or with null the whole lease; work in a contribution that was registered stays with it when null."""
 
+    most_bytes = MAX_BODY_BYTES
     run_id: RunId
     peer: PeerId
     keys: Keys | None = None
@@ -328,6 +338,7 @@ class ContributionRequest(Message):
     any shard epoch up to one epoch after the last one begun.
     """
 
+    most_bytes = MAX_BODY_BYTES
     run_id: RunId
     peer: PeerId
     number: Positive
@@ -378,6 +389,7 @@ class RoundAnswer(Message):
 class ProofsRequest(Message):
     """POST /v1/proofs: what proves that peers lied about a mean, and which states wrong means made; see `swarm.proofs`, `swarm.wrong_states`."""
 
+    most_bytes = PROOFS_TOLD * (512 << 10)
     run_id: RunId
     peer: PeerId
     proofs: Annotated[list[Accusation], Field(min_length=1, max_length=PROOFS_TOLD)]
@@ -444,7 +456,7 @@ class Progress(Message):
     state: RunState = "running"
     checkpoint: StateInfo | None = None
     """The newest final state that can be had from the server; None: it keeps none."""
-    server_time: Number
+    server_time: Time
 
 
 Prompt = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
@@ -453,6 +465,7 @@ Prompt = Annotated[str, StringConstraints(max_length=500, pattern=r"^[^\x00-\x1f
 class PictureRequest(Message):
     """PUT /v1/pictures: what the state after `round` draws for `prompt`. picture: a PNG, JPEG or WebP in base64."""
 
+    most_bytes = MAX_BODY_BYTES
     run_id: RunId
     peer: PeerId
     round: Count

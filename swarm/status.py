@@ -125,7 +125,7 @@ def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
         if token:
             request.add_unredirected_header("Authorization", f"Bearer {token}")
         with urllib.request.urlopen(request, timeout=seconds) as answer:
-            body = answer.read(_MAX_ANSWER_BYTES)
+            body = _read_within(answer, seconds)
         return protocol.Progress.model_validate_json(body).model_dump()
     except urllib.error.HTTPError as error:
         with error:
@@ -139,6 +139,18 @@ def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
         raise UserError(
             f"{url} does not answer: {cause}.", fix="Check the address, and that the server is running.", code=ExitCode.NETWORK
         ) from None
+
+
+def _read_within(answer: http.client.HTTPResponse, seconds: float) -> bytes:
+    """The body. Raises TimeoutError: the socket's own limit is for each read, so that a byte now and then would keep us for ever."""
+    body, until = b"", time.monotonic() + seconds
+    while piece := answer.read1(1 << 16):
+        body += piece
+        if time.monotonic() > until:
+            raise TimeoutError(f"no whole answer within {seconds:g} s")
+        if len(body) > _MAX_ANSWER_BYTES:
+            break
+    return body
 
 
 def _refusal(url: str, body: bytes) -> UserError | None:

@@ -94,7 +94,7 @@ class Watch:
     def _tell(self, view: Mapping[str, Any]) -> None:
         said = json.dumps({**view, "progress": view["progress"] and {**view["progress"], "server_time": 0}})
         if said != self._said:
-            self._said, self._event = said, f"data: {json.dumps(view)}\n\n".encode()
+            self._said, self._event = said, f"data: {json.dumps(view, allow_nan=False)}\n\n".encode()
             self._news.set()
             self._news = asyncio.Event()
 

@@ -42,6 +42,7 @@ def test_mistakes_are_answered_with_one_line(tmp_path, capsys):
         ([*good, "--por", "1"], "--port"),
         ([*good, "--port", "70000"], "70000"),
         ([*good, "--public_url", "http://HOST:PORT"], "public_url is 'http://HOST:PORT', which is not a URL"),
+        ([*good, "--public_url", "https://alice:secret@pictures.example"], "which is not a URL"),
         ([*good, "--public_url", "203.0.113.7:9090"], "Give it as http://203.0.113.7:9090."),
         ([*good, "--config", data], "cannot be read: Is a directory"),
         ([*good, "--resolution", "abc"], "--resolution: invalid int value"),

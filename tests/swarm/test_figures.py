@@ -1,5 +1,6 @@
 import json
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -20,6 +21,13 @@ def test_what_is_left_takes_as_long_as_the_peers_train_beside_their_rounds():
     shown = figures(seen(one))
     assert (shown.share, shown.round_share, shown.utilisation) == (0.4, 0.5, 0.8)
     assert shown.eta_seconds == pytest.approx(500 / 8)
+
+
+def test_a_speed_of_next_to_nothing_ends_never_and_is_json():
+    """One record could end every browser's stream: Infinity is no JSON."""
+    shown = figures(seen(a_peer(samples=400, samples_per_second=5e-324, share_lost=0.0)))
+    assert shown.eta_seconds is None
+    json.dumps(asdict(shown), allow_nan=False)
 
 
 def test_who_assists_trains_nothing_and_lowers_no_utilisation():

@@ -38,6 +38,18 @@ def test_what_is_out_of_bounds_is_refused(change):
         protocol.LeaseRequest.model_validate_json(json.dumps({**LEASE, **change}))
 
 
+@pytest.mark.parametrize("answer", [{"renew_every": 0.0}, {"renew_every": -5.0}, {"expires_in": 1e300}])
+def test_no_server_has_its_peers_ask_without_a_pause(answer):
+    with pytest.raises(ValidationError):
+        protocol.RenewAnswer.model_validate_json(json.dumps({"renew_every": 20.0, "expires_in": 60.0, **answer}))
+
+
+def test_no_host_has_its_peers_keep_a_shard_that_fills_their_disk():
+    shard = {"epoch": 0, "shard": 0, "digest": "a" * 64, "bytes": (1 << 30) + 1, "samples": 1, "skip": []}
+    with pytest.raises(ValidationError, match="bytes"):
+        protocol.LeasedShard(**shard)
+
+
 @pytest.mark.parametrize("key", ["", "1:2", "1:2:3:4", "-1:2:3", "a:b:c", "1:2:3\n", "1:2:" + "9" * 10, "1:2:３"])
 def test_what_is_no_sample_key_is_refused(key):
     with pytest.raises(ValidationError):

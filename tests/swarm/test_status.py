@@ -26,6 +26,7 @@ from swarm.page import monitor
 from swarm.records import PeerRecord, RunRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
+from swarm.urls import check_url
 from tests.datasetserver.hosting import Host
 
 
@@ -92,6 +93,29 @@ def test_a_refusing_server_is_one_line_that_says_so(capsys):
     assert code == ExitCode.NETWORK and "does not answer: Connection refused" in error and error.count("\n") == 1
 
 
+def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(capsys):
+    class Drips(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
+                    time.sleep(0.05)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drips) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            assert status.cli([f"http://127.0.0.1:{server.server_address[1]}", "--timeout", "0.5"]) == ExitCode.NETWORK
+        finally:
+            server.shutdown()
+    assert "no whole answer within 0.5 s" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("program", "argv", "what"), [(status, ["u", "--every", "0"], "--every: use 0.1"), (monitor, [], "required: --peers")]
 )
@@ -107,6 +131,11 @@ def test_a_server_that_is_something_else_is_one_line_that_says_so(code, body, ca
         assert status.cli([url]) == ExitCode.NETWORK
     error = capsys.readouterr().err
     assert "it is not a dataset server" in error and error.count("\n") == 1
+
+
+def test_a_password_in_a_url_is_refused_for_all_peers_read_it():
+    with pytest.raises(UserError, match="a name or a password in it"):
+        check_url("https://alice:secret@example.org")
 
 
 @pytest.mark.parametrize("where", ["example", "ftp://host/x", "http://", "http://host:99999", "http://host:0"])

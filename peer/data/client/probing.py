@@ -1,14 +1,19 @@
 """Asking a dataset server what it takes no part in the run to ask: how far away it is, its clock, how fast its bytes come, the state that it keeps."""
 
 import asyncio
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.data.client.transport import ServerAway, Transport, exchange, open_session
 from swarm import protocol
+from swarm.errors import ExitCode, UserError
 
 _TRIES = 3
+_CONNECT_SECONDS = 60.0
+_SLOWEST_BYTES_A_SECOND = 50_000
+"""A state of 2 GB over 1 Mbit/s takes half of the time that this gives."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ def download(url: str, manifest: str, token: str = "", *, most_bytes: int, secon
 
 
 def download_state(url: str, folder: Path, token: str = "") -> Path | None:
-    """The newest final state that the server offers, as a file in `folder`; None where it offers none. Raises ServerAway and Refusal.
+    """The newest final state that the server offers, as a file in `folder`; None where it offers none.
+
+    Raises ServerAway, also for a server that sends less than 50 kB a second, Refusal, and UserError where the disk has no room.
 
     Whether its bytes are what its digest says is for its reader to check.
     """
@@ -78,11 +85,15 @@ def download_state(url: str, folder: Path, token: str = "") -> Path | None:
                 return None
             folder.mkdir(parents=True, exist_ok=True)
             path, count = folder / f"{offered.digest}.state", 0
+            if (free := shutil.disk_usage(folder).free) < offered.bytes:
+                said = f"The server's state has {offered.bytes / 1e9:.1f} GB, and {folder} has room for {free / 1e9:.1f} GB."
+                raise UserError(said, fix="Free some space, or give another folder.", code=ExitCode.DISK)
+            until = time.monotonic() + _CONNECT_SECONDS + offered.bytes / _SLOWEST_BYTES_A_SECOND
             async with transport.stream(f"/v1/states/{offered.digest}.state", {}) as response:
                 with path.open("wb") as file:
                     async for piece in response.content.iter_chunked(1 << 20):
                         count += file.write(piece)
-                        if count > offered.bytes:
+                        if count > offered.bytes or time.monotonic() > until:
                             break
             if count != offered.bytes:
                 raise ServerAway(f"{count} bytes of the state's {offered.bytes}")

@@ -93,7 +93,9 @@ async def exchange(
     for last in (signer is None, True):
         signed = signer.headers(method, path, data or b"") if signer else {}
         try:
-            async with session.request(method, join_url(url, path), data=data, timeout=timeout, headers={**headers, **signed}) as response:
+            where = join_url(url, path)
+            async with session.request(method, where, data=data, timeout=timeout, headers={**headers, **signed}, allow_redirects=False) as response:
+                _refuse_redirect(response)
                 reply = Reply(response.status, await _read(response), response.headers)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise ServerAway(why(error)) from error
@@ -192,7 +194,9 @@ class Transport:
         with self._noticing():
             try:
                 url = join_url(self.url, path)
-                async with self._session.get(url, headers={**headers, **_authorization(self._token)}, timeout=_NO_TOTAL) as response:
+                asked = {**headers, **_authorization(self._token)}
+                async with self._session.get(url, headers=asked, timeout=_NO_TOTAL, allow_redirects=False) as response:
+                    _refuse_redirect(response)
                     if response.status not in (200, 206):
                         reply = Reply(response.status, await _read(response), response.headers)
                         _refuse_stranger(self.url, reply)
@@ -246,8 +250,15 @@ class Transport:
 
 
 def _authorization(token: str) -> dict[str, str]:
-    """The header that shows a token; none without one. aiohttp drops it when it is sent on to another host."""
+    """The header that shows a token; none without one."""
     return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _refuse_redirect(response: aiohttp.ClientResponse) -> None:
+    """Raise ServerAway where the server sends us on: a host could have all peers ask somebody else's machine, or one of their own network."""
+    if 300 <= response.status < 400:
+        place = ascii(response.headers.get("Location", ""))[1:200].rstrip("'")
+        raise ServerAway(f"status {response.status}: it sends on to {place or 'nowhere'}; if that is the server, give its URL")
 
 
 def _refuse_stranger(url: str, reply: Reply) -> None:

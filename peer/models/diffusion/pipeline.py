@@ -97,7 +97,7 @@ def _tokenizers(folder: Path, family: Family) -> dict[str, Any]:
     names = {encoder.tokenizer for encoder in family.text_encoders.values()}
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     processors = [name for name in names if str((index.get(name) or [None])[-1]).endswith("Processor")]
-    return {name: AutoTokenizer.from_pretrained(folder / name, local_files_only=True) for name in processors}
+    return {name: AutoTokenizer.from_pretrained(folder / name, local_files_only=True, trust_remote_code=False) for name in processors}
 
 
 def _variant(files: Collection[Path]) -> str | None:
@@ -151,6 +151,8 @@ def _read_denoiser(family: Family, path: Path, where: Path) -> Any:
 def _class_in(folder: Path, part: str) -> Any:
     """The class that model_index.json has for a part."""
     library, name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[part]
+    if library not in ("diffusers", "transformers"):  # importing another module would run what the model's author names
+        raise UserError(f"{folder} wants a {part} of {library}.", fix="Give a model whose parts are all of diffusers and transformers.")
     return getattr(import_module(library), name)
 
 

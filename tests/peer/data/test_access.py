@@ -1,5 +1,6 @@
 """Whom a peer takes for its dataset server, and what it does where it is refused: a token, a certificate, a pause."""
 
+import asyncio
 import http.server
 import json
 import threading
@@ -12,7 +13,9 @@ import pytest
 
 from datasetserver.__main__ import cli
 from peer.contracts import CommittedRound, Member, SourceContext
-from peer.data.client.transport import Reply
+from peer.data.client import probing
+from peer.data.client.probing import download_state
+from peer.data.client.transport import Reply, ServerAway, Transport
 from peer.data.dataset_server import build, fetch_run, found_run, report_round
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -68,6 +71,75 @@ def test_a_url_that_refuses_another_run_or_no_url_is_a_users_error(serve):
         with pytest.raises(UserError) as raised:
             fetch_run(url, 0.5)
         assert raised.value.code == ExitCode.NETWORK and url in str(raised.value)
+
+
+@pytest.fixture
+def serving():
+    """A URL at which this class answers."""
+    servers = []
+
+    def start(handler):
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever).start()
+        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_no_server_sends_its_peers_to_another_machine(serving):
+    """A host could have all volunteers ask whom it names, or what is in their own network."""
+    asked = []
+
+    class Victim(Answer):
+        def do_GET(self):
+            asked.append(self.path)
+            super().do_GET()
+
+    victim = serving(Victim)
+
+    class Sends(Answer):
+        def do_GET(self):
+            self.send_response(307)
+            self.send_header("Location", f"{victim}/v1/run")
+            self.end_headers()
+
+    host = serving(Sends)
+
+    async def stream():
+        async with Transport(host) as transport, transport.stream("/v1/blobs/x.tar", {}):
+            pass
+
+    with pytest.raises(UserError, match=f"it sends on to {victim}/v1/run; if that is the server, give its URL"):
+        fetch_run(host, 2)
+    with pytest.raises(ServerAway, match="sends on"):
+        asyncio.run(stream())
+    assert not asked
+
+
+def test_a_state_is_fetched_only_where_it_has_room_and_comes_at_some_rate(serving, tmp_path, monkeypatch):
+    offered = {"digest": "a" * 64, "round": 1, "samples": 1, "bytes": 2**53}
+    progress = {
+        "run_id": "0" * 16, "run_name": "x", "total_samples": 0, "target_batch_size": 1, "round": 1, "samples": 1, "waiting_samples": 0,
+        "samples_per_second": 0.0, "loss": None, "peers": [], "samples_by_peer": {}, "epoch": 0, "epoch_samples": 0, "dataset_samples": 1,
+        "ledger": {"available": 0, "leased": 0, "pending": 0, "counted": 0}, "finished": False, "server_time": 0.0,
+    }  # fmt: skip
+
+    class Drips(Answer):
+        def do_GET(self):
+            self.body = json.dumps({**progress, "checkpoint": offered}).encode() if "progress" in self.path else b"x" * 100_000
+            super().do_GET()
+
+    host = serving(Drips)
+    with pytest.raises(UserError, match="has room for") as raised:
+        download_state(host, tmp_path)
+    assert raised.value.code == ExitCode.DISK
+    offered["bytes"] = 1_000_000
+    monkeypatch.setattr(probing, "_CONNECT_SECONDS", -100.0)
+    with pytest.raises(ServerAway, match="of the state's 1000000"):
+        download_state(host, tmp_path)
 
 
 # -- who may use a server, and how often

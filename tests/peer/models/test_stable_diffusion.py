@@ -1,3 +1,4 @@
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline
 from peer.contracts import PixelBatch
 from peer.methods import full
 from peer.models import stable_diffusion
+from peer.models.diffusion import pipeline
 from peer.samples import encoding
 from peer.samples.encoding import Encoder
 from swarm.digest import digest_model
@@ -206,3 +208,23 @@ def test_a_folder_that_is_no_pipeline_is_a_one_line_error(tmp_path, tiny_model):
     with pytest.raises(UserError, match="does not load") as error:
         stable_diffusion.load(tmp_path, CPU, RunConfig())
     assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, monkeypatch):
+    """transformers asks on the terminal whether to run it: `yes | dd-peer` would. Of other parts diffusers takes its own classes only."""
+    ran, tokenizer = tmp_path / "ran", tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"tokenizer": ["transformers", "OwnProcessor"]}))
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (tokenizer / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    family = SimpleNamespace(text_encoders={"text_encoder": SimpleNamespace(tokenizer="tokenizer")})
+    with pytest.raises(ValueError, match="requires you to execute"):
+        pipeline._tokenizers(tmp_path, family)
+    assert not ran.exists()
+
+
+def test_a_part_of_another_library_is_not_imported(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["antigravity", "UNet"]}))
+    with pytest.raises(UserError, match="a unet of antigravity"):
+        pipeline._class_in(tmp_path, "unet")
