@@ -219,7 +219,7 @@ def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, mo
     (tokenizer / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     monkeypatch.setattr("builtins.input", lambda question: "y")
     family = SimpleNamespace(text_encoders={"text_encoder": SimpleNamespace(tokenizer="tokenizer")})
-    with pytest.raises(ValueError, match="requires you to execute"):
+    with pytest.raises(ValueError, match="contains custom code"):
         pipeline._tokenizers(tmp_path, family)
     assert not ran.exists()
 
