@@ -97,6 +97,11 @@ _ALL = (
     Row("export-votes", "states", "outvotes dd-export with one real and six invented keys", kind="export"),
     Row("unknown-parent", "server", "with a token: reports a state of an unknown parent with up to 2^53 samples", kind="ledger"),
     Row("stolen-peer-id", "server", "with a token: takes another peer's numbers and withdraws its work", kind="ledger"),
+    Row("story-in-a-circle", "server", "with a token: tells of two states so that each would come before the other", kind="ledger"),
+    Row(
+        "unleased-samples", "server", "with a token: reports states of samples that it registers without a lease", kind="ledger",
+        figure="counted", bound=6000,
+    ),
     Row("unearned-receipts", "server", "with a token: asks for receipts of samples that it did not lease, twice, or gave back", kind="ledger"),
     Row(
         "lease-hog", "server", "with a token: leases all that it can for 20 invented peers", kind="ledger", figure="progress_ms", bound=100

@@ -23,6 +23,7 @@ from swarm.digest import digest_bytes, digest_json
 _MOST = 2**53
 _ANSWER_SECONDS = 30.0
 _HOG_SECONDS = 45.0
+_MADE_UP_ROUNDS = 60
 
 
 class Http:
@@ -106,6 +107,41 @@ async def stolen_peer_id(band: Band) -> None:
             said.append(f"{status}: {str(answer)[:100]}")
             await asyncio.sleep(1)
     _tell(succeeded=taken > 0, how=f"{taken} of {len(said)} requests in others' names were taken; " + "; ".join(said[-2:]))
+
+
+async def unleased_samples(band: Band) -> None:
+    """Register the same samples again and again without a lease, as after an outage, and report states that have them."""
+    http, key, keys = Http(band.url, band.token), Key(), []
+    run_id, before = await _run_id(http), await _counted_without_a_peer(http)
+    for number in range(1, _MADE_UP_ROUNDS + 1):
+        _, run = await http.ask("/v1/run")
+        keys = keys or (await _every_key(http))[: 2 * (await http.ask("/v1/progress"))[1]["target_batch_size"]]
+        await http.ask("/v1/contributions", {"run_id": run_id, "peer": key.peer_id, "number": number, "keys": keys, "offered": True}, key=key)
+        head, member = run["head"], {"peer": key.peer_id, "number": number, "samples": len(keys)}
+        state = {"digest": digest_json(band.rng.random()), "parent": head["digest"], "round": head["round"] + 1, "samples": head["samples"] + len(keys)}
+        await http.ask("/v1/rounds", {"run_id": run_id, "peer": key.peer_id, **state, "members": [member]}, key=key)
+    counted = await _counted_without_a_peer(http) - before
+    _tell(succeeded=False, counted=counted, how=f"{_MADE_UP_ROUNDS} states of {len(keys)} samples each")
+
+
+async def _counted_without_a_peer(http: Http) -> int:
+    """Samples that count in the run, and as no peer's: repeated ones."""
+    _, progress = await http.ask("/v1/progress")
+    return progress["samples"] - sum(progress["samples_by_peer"].values())
+
+
+async def story_in_a_circle(band: Band) -> None:
+    """Report a state, one that seems to come after it, and the first one again, as of a much later round: each would come before the other."""
+    http, key = Http(band.url, band.token), Key()
+    mine = {"run_id": await _run_id(http), "peer": key.peer_id}
+    await http.ask("/v1/contributions", {**mine, "number": 1, "keys": ["0:0:0"], "offered": True}, key=key)
+    first, second = digest_json(band.rng.random()), digest_json(band.rng.random())
+    for digest, number, samples, contribution in ((first, 2, 1, 900), (second, 4, 2, 901), (first, 100, 3, 1)):
+        told = {"digest": digest, "parent": digest_json(band.rng.random()), "round": number, "samples": samples}
+        members = [{"peer": key.peer_id, "number": contribution, "samples": 1}]
+        status, answer = await http.ask("/v1/rounds", {**mine, **told, "members": members}, key=key)
+    alive, _ = await http.ask("/v1/progress")
+    _tell(succeeded=alive != 200, how=f"{status}: {str(answer)[:100]}; the server answers {alive}")
 
 
 async def unearned_receipts(band: Band) -> None:
