@@ -49,7 +49,7 @@ from peer.samples.decoding import Decoder
 from peer.samples.feed import Feed, window_steps
 from peer.volunteer.resting import Resting
 from swarm.end import End
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.ports import refuse_busy
 from swarm.run.strategy import swarms
 from swarm.run_identity import PLACES
@@ -68,7 +68,7 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     if launch.group.is_main:
         launch.closing.enter_context(lock(launch.output))
     own_id = launch.group.broadcast_object(peer_id(launch) if launch.group.is_main else None)
-    launch = admitted(launch)
+    launch = admitted(launch, own_id)
     learner, method = build_learner(launch, own_id)
     step = local_step_samples(launch.peer, launch.group.world)
     source = build_source(launch, own_id, step * window_steps(step // launch.group.world) if learner.ahead else 0)
@@ -107,13 +107,15 @@ def peer_id(launch: Launch) -> str:
     return identity.peer_id
 
 
-def admitted(launch: Launch) -> Launch:
+def admitted(launch: Launch, own_id: str) -> Launch:
     """The launch with rank 0's membership. Called before the model is loaded: a server refuses within 10 s, a model takes minutes.
 
-    Raises UserError when the server refuses, or another program has the peer's port.
+    Raises UserError when the server refuses, the host has banned this peer, or another program has the peer's port.
     """
     if not (launch.group.is_main and swarms(launch.run.sync)):
         return launch
+    if reason := launch.bans.reason(own_id):
+        raise UserError(f"The host has banned this peer: {reason}.", fix="Ask the host.", code=ExitCode.AUTH)
     if not launch.peer.client_mode:
         refuse_busy(launch.peer.host_maddrs)
     return dataclasses.replace(launch, members=membership.kept(launch.joined, launch.peer, launch.bans, launch.closing))

@@ -102,7 +102,7 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
         What the host does not say stays as it began, also where another version of the program has other options or defaults.
         """
         if differ := self.differing(said):
-            changes = "; ".join(f"{name} was {getattr(self, name)}, now {said[name]}" for name in differ)
+            changes = "; ".join(_change(name, getattr(self, name), said[name]) for name in differ)
             fix = "Start with its own; or give another --work_dir for a new run, with a new host key: invite lines sent out before do not fit it."
             if set(differ) == {"total_samples"}:
                 fix = f"Start without it; then `dd-datasetserver extend --total_samples {said['total_samples']}`, with the same --dataset or --work_dir."
@@ -122,3 +122,9 @@ class RunConfig(*reversed(SECTIONS)):  # type: ignore[misc]
         except UserError:  # no run like this one could have it
             return value
 
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    if name == "model_digest":  # nobody has given that: it is what lies where --model says
+        return f"the model's weights had the digest {before[:8]}, now {now[:8]}"
+    return f"{name} was {before}, now {now}"

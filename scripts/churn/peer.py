@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
         closing.callback(group.close)
         launch = Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
         own_id = peer_id(launch)
-        launch = admitted(launch)
+        launch = admitted(launch, own_id)
         trainer, _ = build_trainer(launch, sleeper(sample_seconds), build_source(launch, own_id), own_id)
         trainer.learning_rate = lambda samples, begun: 1.0
         trainer.run()  # without occasions: the swarm's own states are what a killed peer goes on from

@@ -101,6 +101,8 @@ def test_a_damaged_or_foreign_ledger_is_a_users_error(tmp_path):
         UserError, match=rf"'a' \({RunConfig(run_name='a').run_id}\) has begun here with other options: run_name was a, now b\."
     ):
         open_ledger(tmp_path / "ledger.sqlite", run_name="b")
+    with pytest.raises(UserError, match="the model's weights had the digest aaaaaaaa, now bbbbbbbb"):
+        RunConfig(model_digest="a" * 64).refuse_another({"model_digest": "b" * 64})
     (tmp_path / "damaged.sqlite").write_bytes(b"this is no database" * 1000)
     with pytest.raises(UserError, match="cannot be opened") as raised:
         open_ledger(tmp_path / "damaged.sqlite")

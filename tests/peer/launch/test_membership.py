@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,8 +277,19 @@ def test_a_trainer_that_is_let_in_passes_its_membership_on(run, key, tmp_path, m
         built = []
         monkeypatch.setattr(wiring, "load_part", lambda *_: Strategy(built))
         assert launch.members is None
-        wiring.build_sync(wiring.admitted(launch), {})
+        wiring.build_sync(wiring.admitted(launch, id_of("alice")), {})
     assert built[0].members.own == own
+
+
+def test_a_peer_that_the_host_has_banned_ends_before_the_model_is_loaded(run, key, tmp_path):
+    """It loaded the model, joined, and was refused by the others 45 s later."""
+    peer, cpu = PeerConfig(output_dir=str(tmp_path)), torch.device("cpu")
+    with ExitStack() as closing:
+        launch = Launch(joined=Joined(run), peer=peer, group=RankGroup(Rank(), cpu), device=cpu, stopping=lambda: False, closing=closing)
+        launch = dataclasses.replace(launch, bans=SimpleNamespace(reason=lambda peer: "it lies" if peer == id_of("alice") else ""))
+        with pytest.raises(UserError, match="banned this peer: it lies") as refused:
+            wiring.admitted(launch, id_of("alice"))
+    assert refused.value.code == ExitCode.AUTH
 
 
 def test_a_port_that_another_program_has_is_refused_before_the_model_is_loaded(run, key, tmp_path, monkeypatch):
@@ -290,10 +302,10 @@ def test_a_port_that_another_program_has_is_refused_before_the_model_is_loaded(r
         group = RankGroup(Rank(), cpu)
         launch = Launch(joined=Joined(run), peer=peer, group=group, device=cpu, stopping=lambda: False, closing=closing)
         with pytest.raises(UserError, match=f"Cannot listen on /ip4/127.0.0.1/tcp/{port}: Address already in use") as refused:
-            wiring.admitted(launch)
+            wiring.admitted(launch, id_of("alice"))
         assert refused.value.code == ExitCode.NETWORK
         listens_nowhere = dataclasses.replace(launch, peer=dataclasses.replace(peer, client_mode=True))
-        assert wiring.admitted(listens_nowhere).members is not None
+        assert wiring.admitted(listens_nowhere, id_of("alice")).members is not None
 
 
 class Strategy:
