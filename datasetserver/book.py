@@ -168,33 +168,21 @@ class Book:
         known = self._contributions.get((peer, number))
         if known:
             return _same(known, masks, offered=offered)
-        charged = False
-        if offered:
-            masks, charged = self._without_lease(peer, masks)
-            if not masks:
-                return Contribution(peer, number, {}, live=False)
-        else:
-            for uid, mask in masks.items():
-                self._refuse_foreign(peer, uid, mask)
-        last = self._begun + 1  # counted once: what one request asks for does not begin an epoch
-        shard_epochs = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
-        room = self._may_come(peer, number) and self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer)
-        vouched, owner = self._vouches and not offered and room, self._owners.of(peer)
-        contribution = Contribution(
-            peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs), vouched=owner if vouched else "", charged=owner if charged else ""
-        )
+        contribution = self._of_offered(peer, number, masks) if offered else self._of_leased(peer, number, masks)
+        if not contribution.samples + contribution.repeated:
+            return contribution
         self._contributions[peer, number] = contribution
         self._store.add_contribution(contribution)
         for uid, mask in masks.items():
             self._strip(uid, mask, peer=peer)
-        for uid, mask in shard_epochs.items():
+        for uid, mask in contribution.shard_epochs.items():
             self.shard_epochs[uid].pending |= mask
         self._await(contribution)
         if (peer, number) in self._lineage.included:
             self._count(contribution)
             for pair in self._lineage.came(peer, number, self._pending):
                 self._withdraw(self._contributions[pair])
-        if vouched or charged:
+        if contribution.owner:
             self._charge(contribution)
         before = self.tree.head
         self.tree.count_again((peer, number))
@@ -296,18 +284,30 @@ class Book:
             message = f"{peer} does not hold sample {uid[0]}:{uid[1]}:{indices(lost)[0]}{counted}"
             raise Refused(409, "not_held", message, "Drop these samples and lease again.")
 
-    def _without_lease(self, peer: str, masks: Masks) -> tuple[Masks, bool]:
-        """What may be registered of samples that are in an offered contribution, and whether others than those it leased are among them.
+    def _of_leased(self, peer: str, number: int, masks: Masks) -> Contribution:
+        """A contribution of samples that the peer leased, with a receipt if there is room for one. Refused (409) for others."""
+        for uid, mask in masks.items():
+            self._refuse_foreign(peer, uid, mask)
+        room = self._vouches and self._may_come(peer, number) and self._has_room(peer, masks)
+        return self._made(peer, number, masks, vouched=self._owners.of(peer) if room else "")
 
-        Of these, anybody could name any. They are believed within the owner's allowance, which only a state gives back that peers of two
-        owners stand behind; beyond it they count for nothing.
+    def _of_offered(self, peer: str, number: int, masks: Masks) -> Contribution:
+        """One that is with the swarm already. Of samples that the peer holds no lease for, anybody could name any.
+
+        They are believed within the owner's allowance, which only a state gives back that peers of two owners stand behind; beyond it they
+        count for nothing.
         """
         held = {uid: own for uid, mask in masks.items() if (item := self.shard_epochs.get(uid)) and (own := mask & item.held_by(peer))}
-        if size(held) == size(masks):
-            return held, False
-        if self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer):
-            return masks, True
-        return held, False
+        charged = size(held) < size(masks) and self._has_room(peer, masks)
+        return self._made(peer, number, masks if charged else held, charged=self._owners.of(peer) if charged else "")
+
+    def _made(self, peer: str, number: int, masks: Masks, **owner: str) -> Contribution:
+        last = self._begun + 1  # what one request asks for does not begin an epoch
+        shard_epochs = {uid: own for uid, mask in masks.items() if uid[0] <= last and (own := mask & self._open_to(peer, uid))}
+        return Contribution(peer, number, shard_epochs, repeated=size(masks) - size(shard_epochs), **owner)
+
+    def _has_room(self, peer: str, masks: Masks) -> bool:
+        return self._holdings.may_vouch(self._owners, peer, size(masks), self._by_peer)
 
     def _open_to(self, peer: str, uid: ShardEpochId) -> int:
         """The samples of a shard epoch that the peer may make its own: those it leased, and those nobody has."""
@@ -381,8 +381,7 @@ class Book:
         return freed.bit_count()
 
     def _charge(self, contribution: Contribution) -> None:
-        owner, samples = contribution.vouched or contribution.charged, contribution.samples + contribution.repeated
-        self._holdings.vouch(owner, contribution.peer, contribution.number, samples)
+        self._holdings.vouch(contribution.owner, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
 
     def _settle(self, *, anew: bool = False) -> None:
         """Make room for receipts again; see `Reports.settle`."""
@@ -463,7 +462,7 @@ class Book:
                 self._store.set_owner(contribution)
 
     def _charged(self) -> Iterator[Contribution]:
-        return (contribution for contribution in self._contributions.values() if contribution.vouched or contribution.charged)
+        return (contribution for contribution in self._contributions.values() if contribution.owner)
 
     # -- start
 

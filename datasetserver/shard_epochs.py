@@ -47,6 +47,11 @@ class Contribution:
     def samples(self) -> int:
         return size(self.shard_epochs)
 
+    @property
+    def owner(self) -> str:
+        """Who answers for it until it is settled; '' for nobody."""
+        return self.vouched or self.charged
+
 
 @dataclass(eq=False)
 class ShardEpoch:

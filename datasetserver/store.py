@@ -113,7 +113,7 @@ class Store:
 
     def add_contribution(self, contribution: Contribution) -> None:
         self.set_contribution(contribution)
-        if contribution.vouched or contribution.charged:
+        if contribution.owner:
             self.set_owner(contribution)
         for uid, mask in contribution.shard_epochs.items():
             self._put("contribution_unit", contribution.peer, contribution.number, *uid, self._pack(uid, mask))

@@ -355,17 +355,19 @@ class Response:
 
 
 class Session:
-    """As much of `aiohttp.ClientSession` as the client uses."""
+    """As much of `aiohttp.ClientSession` as the client uses. The server sends nobody on."""
 
     def __init__(self, server: Server, machine: "Machine"):
         self._server, self._machine = server, machine
 
-    def request(self, method: str, url: str, *, data: bytes | None = None, timeout: aiohttp.ClientTimeout, headers: dict[str, str]) -> "_Asked":
+    def request(
+        self, method: str, url: str, *, data: bytes | None = None, timeout: aiohttp.ClientTimeout, headers: dict[str, str], allow_redirects: bool
+    ) -> "_Asked":
         asking = self._server.exchange(self._machine, method, url.removeprefix(URL), headers, data or b"")
         return _Asked(asking, timeout.total or timeout.sock_read)
 
-    def get(self, url: str, *, timeout: aiohttp.ClientTimeout, headers: dict[str, str]) -> "_Asked":
-        return self.request("GET", url, timeout=timeout, headers=headers)
+    def get(self, url: str, *, timeout: aiohttp.ClientTimeout, headers: dict[str, str], allow_redirects: bool) -> "_Asked":
+        return self.request("GET", url, timeout=timeout, headers=headers, allow_redirects=allow_redirects)
 
     async def close(self) -> None:
         """Nothing is kept open."""
