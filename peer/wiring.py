@@ -360,11 +360,12 @@ def resume(trainer: Trainer, launch: Launch) -> None:
         return
     of_run = launch.run if launch.peer.swarming else None
     found = build_checkpoints(launch, trainer.optimizer).asked_for(wanted, of_run) if launch.group.is_main else None
-    state = launch.group.broadcast_object(found[1] if found else None)
+    average = found[1].pop("average", None) if found else None  # rank 0 alone keeps one
+    state = launch.group.broadcast_state(found[1] if found else None)
     if state is None:
         if wanted != "auto":
             log.info("no checkpoint to resume from yet; starting from the base model")
         return
-    trainer.load_state_dict(state)
+    trainer.load_state_dict({**state, "average": average})
     if found:
         log.info("resumed checkpoint=%s step=%d trained=%d", found[0], trainer.step, trainer.trained)

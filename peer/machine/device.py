@@ -3,8 +3,10 @@
 import datetime
 import importlib
 import importlib.util
+import io
 import logging
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -221,6 +223,24 @@ class RankGroup:
             dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def broadcast_state(self, value: Any) -> Any:
+        """As `broadcast_object`, of a value with large tensors on the CPU: these go one after the other, and nowhere as bytes beside themselves.
+
+        Pickled whole, a checkpoint of 14 GB takes 41 GB more at each other rank.
+        """
+        if self.world == 1:
+            return value
+        tensors: list[Tensor] = []
+        bare = _pickled(value, tensors) if self.is_main else b""
+        bare, kinds = self.broadcast_object((bare, [(tensor.shape, tensor.dtype) for tensor in tensors]))
+        if not self.is_main:
+            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
+        with _lost_rank():
+            for tensor in tensors:
+                # As bytes: gloo knows fewer formats than tensors have. Of what does not lie in one piece, a copy is sent.
+                dist.broadcast(tensor.detach().contiguous().view(-1).view(torch.uint8), src=0)
+        return value if self.is_main else _unpickled(bare, tensors)
+
     def scatter(self, parts: Sequence[Any] | None) -> Any:
         """Part i of rank 0's `parts` (one for each rank) at rank i; the other ranks give None."""
         if self.world == 1:
@@ -295,6 +315,29 @@ def _choose_interface(rank: Rank, store: dist.Store) -> None:
     addresses = [store.get(f"address/{index}").decode() for index in range(rank.world)]
     if interface := interface_between(own, addresses):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _pickled(value: Any, tensors: list[Tensor]) -> bytes:
+    """`value` with a number in place of each tensor, which goes to `tensors`."""
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, one: Any) -> int | None:
+            if not isinstance(one, Tensor):
+                return None
+            tensors.append(one)
+            return len(tensors) - 1
+
+    data = io.BytesIO()
+    Pickler(data).dump(value)
+    return data.getvalue()
+
+
+def _unpickled(data: bytes, tensors: Sequence[Tensor]) -> Any:
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Tensor:
+            return tensors[number]
+
+    return Unpickler(io.BytesIO(data)).load()
 
 
 def _for_gloo(tensor: Tensor) -> Tensor:

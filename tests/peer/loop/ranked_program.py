@@ -75,6 +75,13 @@ def main() -> None:
         if group.is_main:
             print(json.dumps({"call": call, "round": sync.round, "digests": digests}), flush=True)
 
+    saved = {"step": 3, "pair": ("x", None), "half": torch.arange(6.0).to(torch.bfloat16).view(2, 3), "turned": torch.arange(6).view(2, 3).T}
+    saved |= {"none": torch.empty(0), "one": torch.tensor(7), "eighth": torch.ones(3).to(torch.float8_e4m3fn)}
+    told = group.broadcast_state(saved if group.is_main else None)
+    for name, value in saved.items():
+        there = told[name]
+        same = there.dtype == value.dtype and torch.equal(there.float(), value.float()) if isinstance(value, torch.Tensor) else there == value
+        assert same, f"rank {rank.index}: {name} is {there}"
     sync.catch_up()
     say("catch_up")
     for _ in range(10):
