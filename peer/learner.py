@@ -104,6 +104,8 @@ def _placed(launch: Launch, method: Method, turned: bool, swapped: bool) -> _Pla
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
+    if model.trained_by:
+        log.info("the model is trained with %s", model.trained_by)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = choose_precision(_format(peer), device, computing)
     method.begin(model)

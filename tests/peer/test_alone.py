@@ -97,6 +97,14 @@ def test_every_steps_loss_is_logged_on_wish(start, caplog):
     ]
 
 
+def test_what_the_model_predicts_is_said_once_at_the_start(start, caplog):
+    with caplog.at_level("INFO", "peer.learner"):
+        start()
+    assert [line for line in caplog.messages if "trained with" in line] == [
+        "the model is trained with prediction_type=epsilon rescale_betas_zero_snr=False"
+    ]
+
+
 def test_without_a_total_the_run_ends_with_the_epochs(start):
     run = dataclasses.replace(RUN, total_samples=0)
     done = start(run=run, num_train_epochs=2, train_batch_size=5).run()

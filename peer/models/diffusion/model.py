@@ -36,6 +36,8 @@ class DiffusionModel:
     arguments: Mapping[str, str] = MappingProxyType({"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"})
     """What a text's tensors are called where the pipeline is called with them."""
 
+    trained_by = ""
+    """What the log says of the loss beside the run's own options: a file or a scheduler may have decided it."""
     drawn_with: Mapping[str, Any] = MappingProxyType({})
     """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 

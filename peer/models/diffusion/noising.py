@@ -1,7 +1,7 @@
 """Noise, targets and weights of denoisers that were trained with DDPM's discrete steps."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,8 +40,13 @@ class Noising:
         check_noise(run.rescale_betas_zero_snr, self.prediction_type)
 
     @property
+    def config(self) -> Any:
+        """Of the scheduler, with the run's changes."""
+        return self._scheduler.config
+
+    @property
     def prediction_type(self) -> str:
-        return self._scheduler.config.prediction_type
+        return self.config.prediction_type
 
     def __call__(self, latents: Tensor, rng: torch.Generator) -> Noised:
         """Draw noise and a timestep for each of (B, C, h, w) latents; all of chance is from rng."""
@@ -139,13 +144,18 @@ def changes(run: RunConfig) -> dict[str, Any]:
 
 
 def sampler(scheduler: Any, run: RunConfig) -> Any:
-    """The pipeline's scheduler as pictures are to be drawn from what the run trains; the same object where nothing differs.
+    """The pipeline's scheduler as pictures are to be drawn from what the run trains; the same object where nothing differs."""
+    return changed(scheduler, changes(run))
+
+
+def changed(scheduler: Any, wanted: Mapping[str, Any]) -> Any:
+    """The scheduler with these values in its config; the same object where nothing differs.
 
     With zero-terminal SNR sampling has to begin at the last step (Lin et al. 2023, arXiv:2305.08891); DDIM takes the place of schedulers that cannot.
     """
     from diffusers import DDIMScheduler
 
-    asked = {name: value for name, value in changes(run).items() if scheduler.config.get(name, False) != value}
+    asked = {name: value for name, value in wanted.items() if scheduler.config.get(name, False) != value}
     if not asked:
         return scheduler
     kind = type(scheduler)

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from peer.models.diffusion.noising import changed
 from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.digest import read_header
 from swarm.errors import UserError
 from swarm.run.family import Family
+from swarm.run.losses.denoising import said_by_file
 
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
 """Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
@@ -112,7 +114,10 @@ def _dtype_in(part: Path, variant: str | None) -> torch.dtype:
 
 
 def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
-    """Tokenizers, configs and parts that the file lacks come from `config`; without one the first two are its family's own on the Hub."""
+    """Tokenizers, configs and parts that the file lacks come from `config`; without one the first two are its family's own on the Hub.
+
+    The Hub's scheduler of SDXL predicts the noise: a file that says that it predicts v is believed.
+    """
     header = read_header(path)
     if scaled := next((name for name in header if _SCALED.search(name)), None):
         raise UserError(
@@ -131,6 +136,8 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
         pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     else:
         pipeline = _read_folder(kind, family, where, **beside, **{family.denoiser: _read_denoiser(family, path, where)})
+    if family.loss == "denoising":
+        pipeline.scheduler = changed(pipeline.scheduler, said_by_file(path, configured=bool(config)))
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
             part.tie_weights()  # T5's embedding has two names, of which files have one

@@ -31,6 +31,11 @@ class UNetModel(DiffusionModel):
         # The UNet halves the latents once per level; sides that do not divide evenly fail at its skip connections.
         self.resolution_multiple = self.vae_factor * 2 ** (len(self.unet.config.block_out_channels) - 1)
 
+    @property
+    def trained_by(self) -> str:
+        config = self.noising.config
+        return f"prediction_type={config.prediction_type} rescale_betas_zero_snr={config.rescale_betas_zero_snr}"
+
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
         """(B,) float32: the error of the noise, the velocity or the picture, as the scheduler or the run says, weighted."""
         noised = self.noising(batch.latents, rng)
