@@ -14,6 +14,7 @@ import torch
 
 from peer.config import PeerConfig
 from peer.loop.clipping import Clip
+from peer.loop.ema import Ema
 from peer.loop.fused import FusedStep
 from peer.loop.rounding import keep_in_bf16
 from peer.machine.noise_step import noise_batch, noise_losses
@@ -136,6 +137,7 @@ class _Step:
         if peer.weights == "bf16":
             keep_in_bf16(params)
         clip = Clip(run.clip_norm, by_tensor=run.clip_grad == "tensor")
+        self._average = Ema(params, peer.ema_decay) if peer.use_ema else None
         self._fused = FusedStep(params, learner.optimizer, clip) if peer.fused_step else None
         self._of_round = [torch.zeros_like(parameter) for parameter in params.values()] if strategies()[run.sync].optimizer else []
 

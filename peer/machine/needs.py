@@ -38,7 +38,7 @@ class Turns:
     """Bytes that lie on a device, and the most that flows through each part's turn beside them."""
 
     trained: int
-    """With the optimizer's state."""
+    """With the optimizer's state, and the average of --use_ema."""
     denoiser: int
     """What of it is not trained, without blocks that wait elsewhere."""
     texts: int
@@ -97,7 +97,8 @@ class Needs:
             denoiser -= away(spread(model, peer.blocks_to_swap), but=ids(params))
         texts = sum(parts.get(name, 0) for name in model.facts.text_encoders)
         stay = bool(parts_of(params) & model.facts.text_encoders.keys())
-        return Turns(trained + states, denoiser, texts, parts["vae"], texts_stay=stay)
+        average = 4 * sum(parameter.numel() for parameter in params.values()) if peer.use_ema else 0  # rank 0's alone, whatever --weights are
+        return Turns(trained + states + average, denoiser, texts, parts["vae"], texts_stay=stay)
 
     def params(self, peer: PeerConfig) -> Params:
         """What is trained: names and shapes."""
