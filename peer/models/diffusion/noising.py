@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.models.diffusion.distance import distance_of
+from swarm.errors import UserError
 from swarm.run.losses.denoising import check_noise
 from swarm.run_config import RunConfig
 
@@ -32,9 +33,10 @@ class Noising:
     """The scheduler's noise with the run's changes to it."""
 
     def __init__(self, scheduler: Any, run: RunConfig):
-        """scheduler: the pipeline's, of which only the config counts. Raises UserError for options that do not go together."""
+        """scheduler: the pipeline's, of which only the config counts. Raises UserError for one of another kind of noise, and for options that do not go together."""
         from diffusers import DDPMScheduler
 
+        _check_schedule(scheduler)
         self._scheduler = DDPMScheduler.from_config(scheduler.config, **changes(run))
         self._run = run
         check_noise(run.rescale_betas_zero_snr, self.prediction_type)
@@ -101,6 +103,15 @@ class Noising:
             "v_prediction": lambda: snr.clamp(max=gamma) / (snr + 1),
             "sample": lambda: snr.clamp(max=gamma),
         }[self.prediction_type]()
+
+
+def _check_schedule(scheduler: Any) -> None:
+    """Raises UserError for a scheduler without betas, as of EDM (Karras et al. 2022, arXiv:2206.00364): DDPM's defaults would be taken in their place."""
+    if "sigma_data" in scheduler.config or "beta_schedule" not in scheduler.config:
+        raise UserError(
+            f"The model's scheduler is {type(scheduler).__name__}, whose noise has no beta_schedule: it cannot be trained.",
+            fix="Use a model with DDPM's noise, such as SDXL base 1.0; Playground v2.5 and CosXL have EDM's.",
+        )
 
 
 def normal(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:

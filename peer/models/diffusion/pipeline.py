@@ -123,6 +123,10 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
         raise UserError(
             f"{path} is quantized: its weights need scale factors ({scaled}).", fix="Take the model's file in bf16 or fp16."
         )
+    if edm := next((name for name in header if name.startswith("edm_")), None):
+        raise UserError(
+            f"{path} has EDM's noise ({edm}), which cannot be trained.", fix="Use a model with DDPM's noise, such as SDXL base 1.0."
+        )
     lacking = [name for name, starts in family.in_file.items() if not _begins(header, starts)]
     if lacking and not config:
         raise UserError(
