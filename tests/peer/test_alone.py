@@ -247,6 +247,14 @@ def test_other_options_go_on_with_a_checkpoint_that_is_asked_for(start, tmp_path
     assert longer.trainer.step == 5 and not (tmp_path / "out" / "earlier").exists()
 
 
+def test_the_optimizers_options_of_this_start_count_after_a_resume(start):
+    start(run=dataclasses.replace(RUN, adam_weight_decay=0.0), stop_after=2).run()
+    changed = dataclasses.replace(RUN, adam_weight_decay=0.1, adam_beta1=0.5)
+    resumed = start(run=changed, resume_from_checkpoint="latest").trainer
+    (group,) = resumed.optimizer.param_groups
+    assert resumed.step == 2 and (group["weight_decay"], group["betas"][0]) == (0.1, 0.5)
+
+
 def test_who_has_trained_nothing_saves_nothing(start, tmp_path):
     none = start(stop_after=0)
     none.trainer.resting = lambda: True  # rests from the start, and is stopped then
