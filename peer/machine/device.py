@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from peer.config import PeerConfig
 from peer.launch.launcher import (
     Daemon,
     Rank,
@@ -30,6 +31,8 @@ from peer.launch.launcher import (
 )
 from swarm.errors import ExitCode, UserError
 from swarm.records import MAX_HARDWARE, words
+from swarm.run.family import family_named
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +93,19 @@ def xla_is_meant(environ: Mapping[str, str] = os.environ, devices: Path = Path("
     return said and importlib.util.find_spec("torch_xla") is not None
 
 
-def choose_precision(wanted: str, device: torch.device, num_parameters: int) -> Precision:
-    """Autocast's number format for `--mixed_precision`, with the reason; num_parameters: of what computes, trained or not."""
-    name, reason = (wanted, "asked for by --mixed_precision") if wanted != "auto" else _best_format(device, num_parameters)
+def precision_of(peer: PeerConfig, run: RunConfig, device: torch.device, num_parameters: int) -> Precision:
+    """What this peer computes the run in; where its weights are bf16, that. For the rest see `choose_precision`."""
+    family = family_named(run.family)
+    wanted = "bf16" if peer.weights == "bf16" else peer.mixed_precision
+    return choose_precision(wanted, device, num_parameters, family.half if family else "float16")
+
+
+def choose_precision(wanted: str, device: torch.device, num_parameters: int, half: str = "float16") -> Precision:
+    """Autocast's number format for `--mixed_precision`, with the reason; num_parameters: of what computes, trained or not.
+
+    half: torch's half precision in which the model's family computes (`Family.half`).
+    """
+    name, reason = (wanted, "asked for by --mixed_precision") if wanted != "auto" else _best_format(device, num_parameters, half)
     if device.type != "cuda" and name == "fp16":
         what = "on a CPU is slow and overflows" if device.type == "cpu" else "is not what XLA's devices compute in"
         raise UserError(f"fp16 {what}.", fix="Use --mixed_precision bf16, or no.")
@@ -100,14 +113,16 @@ def choose_precision(wanted: str, device: torch.device, num_parameters: int) -> 
     return Precision(device, dtype, scaled=name == "fp16", reason=f"{name}: {reason}")
 
 
-def _best_format(device: torch.device, num_parameters: int) -> tuple[str, str]:
+def _best_format(device: torch.device, num_parameters: int, half: str) -> tuple[str, str]:
     if device.type == "xla":
         return importlib.import_module("peer.machine.xla").best_format()
     if device.type == "cuda":
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        gpu = "{} (compute capability {}.{})".format(torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device))
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", f"{torch.cuda.get_device_name(device)} (compute capability {capability}) computes in it"
-        return "fp16", f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no bf16; the loss is scaled"
+            return "bf16", f"{gpu} computes in it"
+        if half == "bfloat16":
+            return "no", f"{gpu} has no bf16, and models of this family overflow in fp16"
+        return "fp16", f"{gpu} has no bf16; the loss is scaled"
     features = cpu_features()
     if not features:
         return "no", "this processor has neither AMX nor AVX512-BF16"

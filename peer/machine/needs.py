@@ -19,7 +19,7 @@ from peer.loop.optim import kind_of
 from peer.loop.rounding import keep_in_bf16
 from peer.machine.chains import scaled
 from peer.machine.counting import away, count_held, count_step, flow_through, ids
-from peer.machine.device import choose_precision
+from peer.machine.device import precision_of
 from peer.machine.swap import spread
 from peer.machine.turns import in_turns
 from peer.rooms import load_part
@@ -171,7 +171,7 @@ class Needs:
 
     def _dtype(self, peer: PeerConfig) -> torch.dtype | None:
         computing = sum(parameter.numel() for parameter in self._model.parts[self._model.facts.denoiser].parameters())
-        return choose_precision("bf16" if peer.weights == "bf16" else peer.mixed_precision, self._device, computing).dtype
+        return precision_of(peer, self._run, self._device, computing).dtype
 
 
 def _pictures(peer: PeerConfig) -> int:
