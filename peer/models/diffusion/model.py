@@ -162,7 +162,8 @@ class DiffusionModel:
 
     @property
     def _vae_overflows(self) -> bool:
-        """In fp16, as SDXL's config says of it; other VAEs' configs do not know the word."""
+        """In fp16, as its config says. Where it says nothing, AutoencoderKL's default is yes: of SD 1.x, 2.x, SD 3 and FLUX.1 as well, not of SDXL
+        alone. The VAEs of FLUX.2 and Qwen-Image are of other classes, whose configs do not know the word."""
         return bool(self.vae.config.get("force_upcast"))
 
     def encode_text(self, captions: Sequence[str]) -> Text:
