@@ -108,6 +108,7 @@ class Trainer:
         """Train to the end, leave the swarm and save; False if someone asked to stop before the end. Raises UserError when training cannot go on."""
         self.alive("catching up")
         done = self._follow(self.sync.catch_up())
+        self.group.begin()
         self.alive("making the first step")
         self.occasions.start(self.global_step)
         done = done or self._rest()

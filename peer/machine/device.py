@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 _BUCKET_BYTES = 64 << 20
 _MEET_SECONDS = 300
 """Nodes read PyTorch from a shared disk at their own speed."""
+_PATIENT_SECONDS = 24 * 3600
+"""What rank 0 may take alone while it fetches a model (34 GB of FLUX.1 at 4 Mbit/s: 19 h), decodes a folder or writes a result. A rank that
+dies is noticed at once all the same, since its connections close."""
 # Autocast casts weights and activations at every operation. On two cores of a Xeon with AMX a step in bf16 was 0.55, 0.73 and 1.42 times as
 # fast as one in float32, for UNets of 1, 29 and 446 M parameters (benchmarks/cpu.py).
 _BF16_PAYS_FROM_PARAMETERS = 100_000_000
@@ -210,7 +213,7 @@ def attention(parts: Mapping[str, nn.Module]) -> str:
 class RankGroup:
     """The ranks of one launch as a group; with a world of 1 nothing is started and nothing listens.
 
-    A lost rank ends the others: every method then raises UserError, within `timeout_seconds` when it hangs.
+    A lost rank ends the others: every method then raises UserError. Where it hangs, that takes a day until `begin`, and then `timeout_seconds`.
     """
 
     def __init__(self, rank: Rank, device: torch.device, timeout_seconds: float = 600):
@@ -226,6 +229,17 @@ class RankGroup:
             _choose_interface(rank, store)
             timeout = datetime.timedelta(seconds=timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.world, timeout=timeout)
+        self._usual_seconds = timeout_seconds
+        self._wait_at_most(_PATIENT_SECONDS)
+
+    def begin(self) -> None:
+        """Steps begin: from here on the ranks do the same things, and but for `barrier` none is waited for longer than a step takes."""
+        if self.world > 1:
+            self._wait_at_most(self._usual_seconds)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._seconds = seconds
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, at every rank."""
@@ -280,7 +294,13 @@ class RankGroup:
                     tensor.copy_(summed.view(tensor.shape))
 
     def barrier(self) -> None:
+        """Wait for rank 0, which draws or writes a result alone."""
+        if self.world == 1:
+            return
+        before = self._seconds
+        self._wait_at_most(_PATIENT_SECONDS)
         self.broadcast_object(None)
+        self._wait_at_most(before)
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():
