@@ -110,7 +110,7 @@ def _check_schedule(scheduler: Any) -> None:
     if "sigma_data" in scheduler.config or "beta_schedule" not in scheduler.config:
         raise UserError(
             f"The model's scheduler is {type(scheduler).__name__}, whose noise has no beta_schedule: it cannot be trained.",
-            fix="Use a model with DDPM's noise, such as SDXL base 1.0; Playground v2.5 and CosXL have EDM's.",
+            fix="Use a model with DDPM's noise; Playground v2.5 and CosXL, for example, have EDM's.",
         )
 
 

@@ -15,7 +15,7 @@ from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.digest import read_header
 from swarm.errors import UserError
 from swarm.run.family import Family
-from swarm.run.losses.denoising import said_by_file
+from swarm.run.loss import losses
 
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
 """Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
@@ -124,9 +124,7 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
             f"{path} is quantized: its weights need scale factors ({scaled}).", fix="Take the model's file in bf16 or fp16."
         )
     if edm := next((name for name in header if name.startswith("edm_")), None):
-        raise UserError(
-            f"{path} has EDM's noise ({edm}), which cannot be trained.", fix="Use a model with DDPM's noise, such as SDXL base 1.0."
-        )
+        raise UserError(f"{path} has EDM's noise ({edm}), which cannot be trained.", fix="Use a model with DDPM's noise.")
     lacking = [name for name, starts in family.in_file.items() if not _begins(header, starts)]
     if lacking and not config:
         raise UserError(
@@ -140,8 +138,7 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
         pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     else:
         pipeline = _read_folder(kind, family, where, **beside, **{family.denoiser: _read_denoiser(family, path, where)})
-    if family.loss == "denoising":
-        pipeline.scheduler = changed(pipeline.scheduler, said_by_file(path, configured=bool(config)))
+    pipeline.scheduler = changed(pipeline.scheduler, losses()[family.loss].said_by_file(path, bool(config)))
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
             part.tie_weights()  # T5's embedding has two names, of which files have one

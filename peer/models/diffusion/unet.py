@@ -27,7 +27,7 @@ class UNetModel(DiffusionModel):
         if pipeline.vae.config.get("latents_mean") or pipeline.vae.config.get("latents_std"):
             raise UserError(
                 "The model's VAE has latents_mean and latents_std, by which its UNet takes latents: such a model cannot be trained.",
-                fix="Use a model whose VAE has a scaling_factor alone, such as SDXL base 1.0.",
+                fix="Use a model whose VAE has a scaling_factor alone.",
             )
         super().__init__(pipeline, device)
         self.unet = self.denoiser

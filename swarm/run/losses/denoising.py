@@ -69,8 +69,7 @@ def _found_in(run: Any, source: Path) -> Mapping[str, Any]:
     A single file's scheduler is in `model_config`, and the file itself may say more. Where neither does, all stays open.
     """
     if source.is_file():
-        configured = bool(run.model_config)
-        said = {**_said_by_scheduler(Path(run.model_config or "no folder")), **said_by_file(source, configured=configured)}
+        said = {**_said_by_scheduler(Path(run.model_config or "no folder")), **_said_by_file(source, bool(run.model_config))}
     else:
         said = _said_by_scheduler(source)
     kind = said.get("prediction_type", "epsilon")
@@ -94,7 +93,7 @@ def _said_by_scheduler(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def said_by_file(path: Path, *, configured: bool) -> dict[str, Any]:
+def _said_by_file(path: Path, configured: bool) -> dict[str, Any]:
     """What a .safetensors file says of its noise, by the names of the options; {}: nothing.
 
     The empty tensors `v_pred` and `ztsnr` say it to ComfyUI, and ModelSpec's header says it too. configured: whether a --model_config was
@@ -115,4 +114,4 @@ def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
         )
 
 
-LOSS = Loss(title="denoising", options=Options, found_in=_found_in)
+LOSS = Loss(title="denoising", options=Options, found_in=_found_in, said_by_file=_said_by_file)
