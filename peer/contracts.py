@@ -116,6 +116,8 @@ class Model(Protocol):
     parts: dict[str, nn.Module]
     """Those of `facts.parts` that this model has."""
     resolution_multiple: int
+    trained_by: str
+    """What the log says of the loss beside the run's own options; '' where these say all."""
     drawn_with: Mapping[str, Any]
     """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 

@@ -14,7 +14,7 @@ from peer.launch.starting_model import load_model
 from peer.loop.fused import check_fused
 from peer.loop.optim import build_optimizer, check_here
 from peer.loop.rounding import RoundingOptimizer
-from peer.machine.device import Precision, choose_precision, gains_by_channels_last, use_channels_last
+from peer.machine.device import Precision, gains_by_channels_last, precision_of, use_channels_last
 from peer.machine.making_room import ways_left
 from peer.machine.placing import Placing, placing
 from peer.machine.swap import Swap, swaps
@@ -104,8 +104,12 @@ def _placed(launch: Launch, method: Method, turned: bool, swapped: bool) -> _Pla
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
+    if model.trained_by:
+        log.info("the model is trained with %s", model.trained_by)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
-    precision = choose_precision(_format(peer), device, computing)
+    precision = precision_of(peer, run, device, computing)
+    if precision.scaled and model.facts.half == "bfloat16":
+        log.warning("models of %s overflow in fp16, so that steps may be skipped or the run end; --mixed_precision no does not", model.facts.title)
     method.begin(model)
     if peer.base_precision != "auto":
         model.pack(peer.base_precision, device, hold=hold)
@@ -165,16 +169,11 @@ def check_options(peer: PeerConfig, run: RunConfig, device: torch.device, world:
     """
     if device.type == "xla":
         importlib.import_module("peer.machine.xla").check_options(peer)
-    choose_precision(_format(peer), device, 0)
+    precision_of(peer, run, device, 0)
     check_here(run, peer.weights, device)
     check_base(peer, run, device)
     check_fused(peer, run, device, world)
     return takes_turns(peer, device), swaps(peer, run, device)
-
-
-def _format(peer: PeerConfig) -> str:
-    """Of numbers, as `choose_precision` wants it."""
-    return "bf16" if peer.weights == "bf16" else peer.mixed_precision
 
 
 def check_base(peer: PeerConfig, run: RunConfig, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from peer.volunteer.commands import own_command
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import End, Policy, Verdict, smaller
 from peer.watchdog.room import as_flags, forget_room, next_way, told_batch
+from peer.watchdog.saved import Saved
 from peer.watchdog.trainer_process import PROGRAM, Processes
 from peer.watchdog.vitals import OutOfMemory, Vitals, Watchdog
 from swarm.errors import ExitCode, UserError, run_program
@@ -63,7 +64,7 @@ class Supervisor:
         self._policy = Policy(peer.max_restarts)
         self._smaller: tuple[int, int] | None = None
         self._room: list[str] = []
-        self._again = False
+        self._saved = Saved(Path(peer.output_dir))
         self._trainer: Processes | None = None
         self._asked: float | None = None
         self._told = False
@@ -91,7 +92,6 @@ class Supervisor:
                 return ExitCode.OK
 
     def _prepare_again(self, end: End, verdict: Verdict, less: tuple[int, int] | None, way: list[str]) -> None:
-        self._again = True
         if verdict.smaller:
             before, self._smaller = self._step(), less
             log.warning(
@@ -113,8 +113,10 @@ class Supervisor:
         more = [*self._room]
         if self._smaller:
             more += ["--train_batch_size", str(self._smaller[0]), "--gradient_accumulation_steps", str(self._smaller[1])]
-        # A swarm's trainer does so by itself.
-        if self._again and not self._peer.swarming and self._peer.resume_from_checkpoint in ("auto", "none"):
+        # Asked for 'auto' or 'none', a swarm's trainer finds its own by itself, or begins with new moments each time. A named folder may have
+        # made room for newer ones.
+        asked = self._peer.resume_from_checkpoint in ("auto", "none")
+        if self._saved and not (asked and self._peer.swarming):
             more += ["--resume_from_checkpoint", "latest"]
         return [*self._argv, *more]
 

@@ -28,6 +28,9 @@ from swarm.wrong_states import Accusation
 
 log = logging.getLogger(__name__)
 
+_KEEP_EVERY = 1000
+"""Pictures decoded between two notes of them, some 10 s apart: a start that is killed loses no more."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -187,23 +190,38 @@ class Whole:
             before = None
         self._before: dict[str, Any] = before if isinstance(before, dict) else {}
         self._now: dict[str, list[int]] = {}
+        self._decoded = self._kept = 0
 
     def check(self, pair: Pair) -> None:
         """Raises BadSample for a picture that cannot be read to its end."""
         stamp = _stamp(pair)  # before it is read: what is written meanwhile is decoded at the next start
         known = self._before.get(pair.name)
-        self._now[pair.name] = known if known in ([*stamp, 0], [*stamp, 1]) else [*stamp, int(_decode(pair))]
+        if known in ([*stamp, 0], [*stamp, 1]):
+            self._now[pair.name] = known
+        else:
+            self._now[pair.name] = [*stamp, int(_decode(pair))]
+            self._decoded += 1  # by several threads: a lost count only delays a note
 
     def masks(self, pairs: Sequence[Pair]) -> int:
         """How many of the pictures, all of them checked, have a mask."""
         return sum(self._now[pair.name][-1] for pair in pairs)
 
-    def keep(self) -> None:
-        if self._now == self._before:
-            return
+    def keep_some(self) -> None:
+        """While others are still to be checked: what was decoded so far, if it is enough to be worth it, beside what was known of the others."""
+        if self._decoded - self._kept >= _KEEP_EVERY:
+            self._kept = self._decoded
+            self._write({**self._before, **self._now})
+
+    def keep(self, *, all_checked: bool) -> None:
+        """all_checked: what was not checked is gone from the folder, and forgotten."""
+        now = self._now if all_checked else {**self._before, **self._now}
+        if now != self._before:
+            self._write(now)
+
+    def _write(self, now: Mapping[str, list[int]]) -> None:
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(self._file, json.dumps(self._now, sort_keys=True).encode())
+            files.replace(self._file, json.dumps(now, sort_keys=True).encode())
         except OSError as error:
             log.warning("cannot write %s, so the next start decodes all pictures again: %s", self._file, error.strerror)
 
@@ -216,9 +234,14 @@ def good_pairs(folder: Path, rules: Rules, cache_dir: Path) -> list[Pair]:
     """
     faults: Faults = []
     pairs, whole = list_dataset(folder, faults, rules.caption_column, rules.masks), Whole(folder, cache_dir)
-    with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter lock
-        results = list(pool.map(lambda pair: _examined(pair, rules, whole), pairs))
-    whole.keep()
+    results: list[Pair | BadSample] = []
+    try:
+        with ThreadPoolExecutor() as pool:  # PIL decodes outside the interpreter lock
+            for result in pool.map(lambda pair: _examined(pair, rules, whole), pairs):
+                results.append(result)
+                whole.keep_some()
+    finally:
+        whole.keep(all_checked=len(results) == len(pairs))
     good = [result for result in results if isinstance(result, Pair)]
     faults += [(pair.name, str(result)) for pair, result in zip(pairs, results, strict=True) if isinstance(result, BadSample)]
     if not good:

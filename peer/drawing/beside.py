@@ -118,7 +118,7 @@ def load(errand: Errand, state: Path, work: Work) -> Loaded:
     method, model = load_part("methods", run.method).build(run), load_model(run, errand.given, None)
     check_resolution(run, model.resolution_multiple)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
-    precision = choose_precision(peer.mixed_precision, device, computing)
+    precision = choose_precision(peer.mixed_precision, device, computing, model.facts.half)
     turned = takes_turns(dataclasses.replace(peer, cache_text=False), device)  # no caches here, with which parts take turns unasked
     model.place(device, precision.dtype, method.whole(model), hold=torch.Tensor.cpu if turned else None)
     return Loaded(model, method.attach(model), precision, turned)

@@ -38,7 +38,7 @@ _FILE = "train_batch_size.json"
 _LOOK_SECONDS = 0.2
 _TAKES_MEMORY = (
     "device", "mixed_precision", "weights", "base_precision", "fused_step", "offload", "blocks_to_swap", "swap_to", "gradient_checkpointing",
-    "gradient_accumulation_steps", "with_prior_preservation", "channels_last", "compile",
+    "gradient_accumulation_steps", "with_prior_preservation", "channels_last", "compile", "use_ema",
 )  # fmt: skip
 """Options of a machine by which it remembers what it measured."""
 

@@ -15,7 +15,7 @@ from peer.config import PeerConfig
 from peer.contracts import Params
 from peer.loop.clipping import Clip
 from peer.loop.optim import kind_of
-from peer.machine.device import choose_precision
+from peer.machine.device import precision_of
 from swarm.errors import UserError
 from swarm.run.optimizer import OPTIMIZERS
 from swarm.run.strategy import strategies
@@ -27,14 +27,13 @@ def check_fused(peer: PeerConfig, run: RunConfig, device: torch.device, world: i
     if not peer.fused_step:
         return
     facts, strategy = OPTIMIZERS[kind_of(run, device)], strategies()[run.sync]
-    wanted = "bf16" if peer.weights == "bf16" else peer.mixed_precision
     refused = [
         (strategy.optimizer, f"--sync {run.sync} adds up all gradients of a round", "Remove --fused_step."),
         (not facts.by_tensor, f"{facts.title} steps all tensors at once", "Remove --fused_step, or use another --optimizer."),
         (world > 1, f"the gradients of {world} ranks are added up", "Remove --fused_step, or start one rank."),
         (device.type == "xla", "it was not tried on XLA's devices", "Remove --fused_step."),
         (
-            choose_precision(wanted, device, 0).scaled,  # which a model's size does not decide on a GPU
+            precision_of(peer, run, device, 0).scaled,  # which a model's size does not decide on a GPU
             "the scaled gradients of fp16 are looked at all together",
             "Remove --fused_step, or use --mixed_precision no.",
         ),

@@ -32,6 +32,9 @@ MAX_BAD_STEPS = 10
 _LEAST_SCALE = 1.0
 """Of fp16's losses: where the gradients overflow unscaled, fp16 cannot hold them, and a smaller scale would lose the small ones."""
 _REST_SECONDS = 0.2
+_OPTIMIZERS_OPTIONS = ("weight_decay", "betas", "eps")
+"""Of a group of parameters, what --adam_weight_decay, --adam_beta1, --adam_beta2 and --adam_epsilon say. All else is the loop's (the rate) or
+what the optimizer counts there, such as Prodigy's estimate `d` and the steps `k` of schedule-free AdamW."""
 
 
 @dataclass(kw_only=True)
@@ -105,6 +108,7 @@ class Trainer:
         """Train to the end, leave the swarm and save; False if someone asked to stop before the end. Raises UserError when training cannot go on."""
         self.alive("catching up")
         done = self._follow(self.sync.catch_up())
+        self.group.begin()
         self.alive("making the first step")
         self.occasions.start(self.global_step)
         done = done or self._rest()
@@ -361,7 +365,7 @@ class Trainer:
             )
         load_params(self.params, state["params"])
         self.step, self.trained, self._begun = state["step"], state["trained"], state["begun"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.optimizer, state["optimizer"])
         if state["scaler"]:  # empty when that start computed in another precision
             self._scaler.load_state_dict(state["scaler"])
         self.feed.load_state_dict(state["feed"])
@@ -382,6 +386,14 @@ def load_params(params: Params, saved: Mapping[str, Tensor]) -> None:
             )
     for name, parameter in params.items():
         parameter.copy_(saved[name])
+
+
+def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over an optimizer's state, but for what this start's options say: a saved group brings back those of the start that saved it."""
+    own = [{name: group[name] for name in _OPTIMIZERS_OPTIONS if name in group} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
 
 
 def load_result(params: Params, loaded: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from peer.config import PeerConfig
 from peer.launch.launcher import (
     Daemon,
     Rank,
@@ -32,12 +33,17 @@ from peer.launch.launcher import (
 )
 from swarm.errors import ExitCode, UserError
 from swarm.records import MAX_HARDWARE, words
+from swarm.run.family import family_named
+from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 64 << 20
 _MEET_SECONDS = 300
 """Nodes read PyTorch from a shared disk at their own speed."""
+_PATIENT_SECONDS = 24 * 3600
+"""What rank 0 may take alone while it fetches a model (34 GB of FLUX.1 at 4 Mbit/s: 19 h), decodes a folder or writes a result. A rank that
+dies is noticed at once all the same, since its connections close."""
 # Autocast casts weights and activations at every operation. On two cores of a Xeon with AMX a step in bf16 was 0.55, 0.73 and 1.42 times as
 # fast as one in float32, for UNets of 1, 29 and 446 M parameters (benchmarks/cpu.py).
 _BF16_PAYS_FROM_PARAMETERS = 100_000_000
@@ -92,9 +98,19 @@ def xla_is_meant(environ: Mapping[str, str] = os.environ, devices: Path = Path("
     return said and importlib.util.find_spec("torch_xla") is not None
 
 
-def choose_precision(wanted: str, device: torch.device, num_parameters: int) -> Precision:
-    """Autocast's number format for `--mixed_precision`, with the reason; num_parameters: of what computes, trained or not."""
-    name, reason = (wanted, "asked for by --mixed_precision") if wanted != "auto" else _best_format(device, num_parameters)
+def precision_of(peer: PeerConfig, run: RunConfig, device: torch.device, num_parameters: int) -> Precision:
+    """What this peer computes the run in; where its weights are bf16, that. For the rest see `choose_precision`."""
+    family = family_named(run.family)
+    wanted = "bf16" if peer.weights == "bf16" else peer.mixed_precision
+    return choose_precision(wanted, device, num_parameters, family.half if family else "float16")
+
+
+def choose_precision(wanted: str, device: torch.device, num_parameters: int, half: str = "float16") -> Precision:
+    """Autocast's number format for `--mixed_precision`, with the reason; num_parameters: of what computes, trained or not.
+
+    half: torch's half precision in which the model's family computes (`Family.half`).
+    """
+    name, reason = (wanted, "asked for by --mixed_precision") if wanted != "auto" else _best_format(device, num_parameters, half)
     if device.type != "cuda" and name == "fp16":
         what = "on a CPU is slow and overflows" if device.type == "cpu" else "is not what XLA's devices compute in"
         raise UserError(f"fp16 {what}.", fix="Use --mixed_precision bf16, or no.")
@@ -102,14 +118,16 @@ def choose_precision(wanted: str, device: torch.device, num_parameters: int) -> 
     return Precision(device, dtype, scaled=name == "fp16", reason=f"{name}: {reason}")
 
 
-def _best_format(device: torch.device, num_parameters: int) -> tuple[str, str]:
+def _best_format(device: torch.device, num_parameters: int, half: str) -> tuple[str, str]:
     if device.type == "xla":
         return importlib.import_module("peer.machine.xla").best_format()
     if device.type == "cuda":
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        gpu = "{} (compute capability {}.{})".format(torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device))
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", f"{torch.cuda.get_device_name(device)} (compute capability {capability}) computes in it"
-        return "fp16", f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no bf16; the loss is scaled"
+            return "bf16", f"{gpu} computes in it"
+        if half == "bfloat16":
+            return "no", f"{gpu} has no bf16, and models of this family overflow in fp16"
+        return "fp16", f"{gpu} has no bf16; the loss is scaled"
     features = cpu_features()
     if not features:
         return "no", "this processor has neither AMX nor AVX512-BF16"
@@ -197,7 +215,7 @@ def attention(parts: Mapping[str, nn.Module]) -> str:
 class RankGroup:
     """The ranks of one launch as a group; with a world of 1 nothing is started and nothing listens.
 
-    A lost rank ends the others: every method then raises UserError, within `timeout_seconds` when it hangs.
+    A lost rank ends the others: every method then raises UserError. Where it hangs, that takes a day until `begin`, and then `timeout_seconds`.
     """
 
     def __init__(self, rank: Rank, device: torch.device, timeout_seconds: float = 600):
@@ -213,6 +231,17 @@ class RankGroup:
             _choose_interface(rank, store)
             timeout = datetime.timedelta(seconds=timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank.index, world_size=rank.world, timeout=timeout)
+        self._usual_seconds = timeout_seconds
+        self._wait_at_most(_PATIENT_SECONDS)
+
+    def begin(self) -> None:
+        """Steps begin: from here on the ranks do the same things, and but for `barrier` none is waited for longer than a step takes."""
+        if self.world > 1:
+            self._wait_at_most(self._usual_seconds)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        self._seconds = seconds
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, at every rank."""
@@ -285,7 +314,13 @@ class RankGroup:
                     tensor.copy_(summed.view(tensor.shape))
 
     def barrier(self) -> None:
+        """Wait for rank 0, which draws or writes a result alone."""
+        if self.world == 1:
+            return
+        before = self._seconds
+        self._wait_at_most(_PATIENT_SECONDS)
         self.broadcast_object(None)
+        self._wait_at_most(before)
 
     def close(self) -> None:
         if self.world > 1 and dist.is_initialized():

@@ -14,8 +14,10 @@ import torch
 
 from peer.config import PeerConfig
 from peer.loop.clipping import Clip
+from peer.loop.ema import Ema
 from peer.loop.fused import FusedStep
 from peer.loop.rounding import keep_in_bf16
+from peer.machine.needs import CAPTION
 from peer.machine.noise_step import noise_batch, noise_losses
 from swarm.errors import ExitCode, of_machine
 from swarm.run.strategy import strategies
@@ -27,8 +29,6 @@ _LONGEST_SECONDS = 60.0
 """Of a step that is tried: a CPU gains nothing by a larger one."""
 CARD_SHARE, HOST_SHARE = 0.95, 0.8
 """Of a GPU's memory, all programs together; and of what was free of the host's, which a desktop wants, too."""
-_CAPTION = "a picture of everything " * 200
-"""Longer than any family reads."""
 
 
 class Memory(Protocol):
@@ -136,12 +136,13 @@ class _Step:
         if peer.weights == "bf16":
             keep_in_bf16(params)
         clip = Clip(run.clip_norm, by_tensor=run.clip_grad == "tensor")
+        self._average = Ema(params, peer.ema_decay) if peer.use_ema else None
         self._fused = FusedStep(params, learner.optimizer, clip) if peer.fused_step else None
         self._of_round = [torch.zeros_like(parameter) for parameter in params.values()] if strategies()[run.sync].optimizer else []
 
     def __call__(self, count: int) -> None:
         beside = 2 if self._peer.with_prior_preservation else 1
-        batch = noise_batch(self._learner, self._run, count * beside, _CAPTION)
+        batch = noise_batch(self._learner, self._run, count * beside, CAPTION)
         for _ in range(min(self._peer.gradient_accumulation_steps, 2)):  # the first one's gradients are there in the second
             losses = noise_losses(self._learner, batch)
             if self._fused:

@@ -19,7 +19,7 @@ from peer.loop.optim import kind_of
 from peer.loop.rounding import keep_in_bf16
 from peer.machine.chains import scaled
 from peer.machine.counting import away, count_held, count_step, flow_through, ids
-from peer.machine.device import choose_precision
+from peer.machine.device import precision_of
 from peer.machine.swap import spread
 from peer.machine.turns import in_turns
 from peer.rooms import load_part
@@ -38,7 +38,7 @@ class Turns:
     """Bytes that lie on a device, and the most that flows through each part's turn beside them."""
 
     trained: int
-    """With the optimizer's state."""
+    """With the optimizer's state, and the average of --use_ema."""
     denoiser: int
     """What of it is not trained, without blocks that wait elsewhere."""
     texts: int
@@ -97,7 +97,8 @@ class Needs:
             denoiser -= away(spread(model, peer.blocks_to_swap), but=ids(params))
         texts = sum(parts.get(name, 0) for name in model.facts.text_encoders)
         stay = bool(parts_of(params) & model.facts.text_encoders.keys())
-        return Turns(trained + states, denoiser, texts, parts["vae"], texts_stay=stay)
+        average = 4 * sum(parameter.numel() for parameter in params.values()) if peer.use_ema else 0  # rank 0's alone, whatever --weights are
+        return Turns(trained + states + average, denoiser, texts, parts["vae"], texts_stay=stay)
 
     def params(self, peer: PeerConfig) -> Params:
         """What is trained: names and shapes."""
@@ -170,7 +171,7 @@ class Needs:
 
     def _dtype(self, peer: PeerConfig) -> torch.dtype | None:
         computing = sum(parameter.numel() for parameter in self._model.parts[self._model.facts.denoiser].parameters())
-        return choose_precision("bf16" if peer.weights == "bf16" else peer.mixed_precision, self._device, computing).dtype
+        return precision_of(peer, self._run, self._device, computing).dtype
 
 
 def _pictures(peer: PeerConfig) -> int:

@@ -97,6 +97,14 @@ def test_every_steps_loss_is_logged_on_wish(start, caplog):
     ]
 
 
+def test_what_the_model_predicts_is_said_once_at_the_start(start, caplog):
+    with caplog.at_level("INFO", "peer.learner"):
+        start()
+    assert [line for line in caplog.messages if "trained with" in line] == [
+        "the model is trained with prediction_type=epsilon rescale_betas_zero_snr=False"
+    ]
+
+
 def test_without_a_total_the_run_ends_with_the_epochs(start):
     run = dataclasses.replace(RUN, total_samples=0)
     done = start(run=run, num_train_epochs=2, train_batch_size=5).run()
@@ -237,6 +245,14 @@ def test_other_options_go_on_with_a_checkpoint_that_is_asked_for(start, tmp_path
     start(stop_after=3).run()
     longer = start(run=dataclasses.replace(RUN, total_samples=80), stop_after=5, resume_from_checkpoint="latest").run()
     assert longer.trainer.step == 5 and not (tmp_path / "out" / "earlier").exists()
+
+
+def test_the_optimizers_options_of_this_start_count_after_a_resume(start):
+    start(run=dataclasses.replace(RUN, adam_weight_decay=0.0), stop_after=2).run()
+    changed = dataclasses.replace(RUN, adam_weight_decay=0.1, adam_beta1=0.5)
+    resumed = start(run=changed, resume_from_checkpoint="latest").trainer
+    (group,) = resumed.optimizer.param_groups
+    assert resumed.step == 2 and (group["weight_decay"], group["betas"][0]) == (0.1, 0.5)
 
 
 def test_who_has_trained_nothing_saves_nothing(start, tmp_path):

@@ -147,6 +147,33 @@ def test_a_file_leaves_it_to_the_scheduler_of_its_model_config_and_flux_has_no_s
     assert with_noise(run, path) == run
 
 
+SAYS_V = {"modelspec.prediction_type": "v"}
+SAYS_EPSILON = {"modelspec.prediction_type": "epsilon"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "header", "config", "found"),
+    [
+        (("v_pred", "ztsnr"), {}, {}, ("v_prediction", True)),
+        (("v_pred",), SAYS_EPSILON, {}, ("v_prediction", False)),
+        ((), SAYS_V, {}, ("v_prediction", False)),
+        (("v_pred", "ztsnr"), SAYS_V, None, ("v_prediction", True)),
+        (("v_pred",), {}, None, ("v_prediction", None)),
+        ((), SAYS_EPSILON, V_PREDICTION, ("v_prediction", True)),  # tools write it where nobody told them otherwise
+        ((), SAYS_EPSILON, None, ("epsilon", None)),
+        (("ztsnr",), {}, {}, ("epsilon", False)),
+    ],
+)
+def test_a_file_that_says_what_it_predicts_is_believed_over_its_model_config(tmp_path, keys, header, config, found):
+    path = write_file(tmp_path / "model.safetensors", (*KEYS["sdxl"], *keys), **header)
+    folder = "" if config is None else str(write_scheduler(tmp_path / "configs", **config))
+    run = with_noise(RunConfig(family="sdxl", model_config=folder), path)
+    assert (run.prediction_type, run.rescale_betas_zero_snr) == found
+    given = {"prediction_type": "sample", "rescale_betas_zero_snr": False}
+    run = with_noise(RunConfig(family="sdxl", model_config=folder, **given), path)
+    assert (run.prediction_type, run.rescale_betas_zero_snr) == ("sample", False)
+
+
 def test_a_host_of_a_run_from_before_goes_on_with_it(tmp_path):
     """It left to each peer's scheduler what is predicted; also where the host's file says that in so many words."""
     folder = write_scheduler(write_index(tmp_path, _class_name="StableDiffusionPipeline"), **V_PREDICTION)

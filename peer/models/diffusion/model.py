@@ -36,6 +36,8 @@ class DiffusionModel:
     arguments: Mapping[str, str] = MappingProxyType({"states": "prompt_embeds", "pooled": "pooled_prompt_embeds"})
     """What a text's tensors are called where the pipeline is called with them."""
 
+    trained_by = ""
+    """What the log says of the loss beside the run's own options: a file or a scheduler may have decided it."""
     drawn_with: Mapping[str, Any] = MappingProxyType({})
     """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 
@@ -160,7 +162,8 @@ class DiffusionModel:
 
     @property
     def _vae_overflows(self) -> bool:
-        """In fp16, as SDXL's config says of it; other VAEs' configs do not know the word."""
+        """In fp16, as its config says. Where it says nothing, AutoencoderKL's default is yes: of SD 1.x, 2.x, SD 3 and FLUX.1 as well, not of SDXL
+        alone. The VAEs of FLUX.2 and Qwen-Image are of other classes, whose configs do not know the word."""
         return bool(self.vae.config.get("force_upcast"))
 
     def encode_text(self, captions: Sequence[str]) -> Text:

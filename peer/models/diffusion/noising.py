@@ -1,7 +1,7 @@
 """Noise, targets and weights of denoisers that were trained with DDPM's discrete steps."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from peer.models.diffusion.distance import distance_of
+from swarm.errors import UserError
 from swarm.run.losses.denoising import check_noise
 from swarm.run_config import RunConfig
 
@@ -32,16 +33,22 @@ class Noising:
     """The scheduler's noise with the run's changes to it."""
 
     def __init__(self, scheduler: Any, run: RunConfig):
-        """scheduler: the pipeline's, of which only the config counts. Raises UserError for options that do not go together."""
+        """scheduler: the pipeline's, of which only the config counts. Raises UserError for one of another kind of noise, and for options that do not go together."""
         from diffusers import DDPMScheduler
 
+        _check_schedule(scheduler)
         self._scheduler = DDPMScheduler.from_config(scheduler.config, **changes(run))
         self._run = run
         check_noise(run.rescale_betas_zero_snr, self.prediction_type)
 
     @property
+    def config(self) -> Any:
+        """Of the scheduler, with the run's changes."""
+        return self._scheduler.config
+
+    @property
     def prediction_type(self) -> str:
-        return self._scheduler.config.prediction_type
+        return self.config.prediction_type
 
     def __call__(self, latents: Tensor, rng: torch.Generator) -> Noised:
         """Draw noise and a timestep for each of (B, C, h, w) latents; all of chance is from rng."""
@@ -98,6 +105,15 @@ class Noising:
         }[self.prediction_type]()
 
 
+def _check_schedule(scheduler: Any) -> None:
+    """Raises UserError for a scheduler without betas, as of EDM (Karras et al. 2022, arXiv:2206.00364): DDPM's defaults would be taken in their place."""
+    if "sigma_data" in scheduler.config or "beta_schedule" not in scheduler.config:
+        raise UserError(
+            f"The model's scheduler is {type(scheduler).__name__}, whose noise has no beta_schedule: it cannot be trained.",
+            fix="Use a model with DDPM's noise; Playground v2.5 and CosXL, for example, have EDM's.",
+        )
+
+
 def normal(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=rng, device=rng.device)
 
@@ -139,13 +155,18 @@ def changes(run: RunConfig) -> dict[str, Any]:
 
 
 def sampler(scheduler: Any, run: RunConfig) -> Any:
-    """The pipeline's scheduler as pictures are to be drawn from what the run trains; the same object where nothing differs.
+    """The pipeline's scheduler as pictures are to be drawn from what the run trains; the same object where nothing differs."""
+    return changed(scheduler, changes(run))
+
+
+def changed(scheduler: Any, wanted: Mapping[str, Any]) -> Any:
+    """The scheduler with these values in its config; the same object where nothing differs.
 
     With zero-terminal SNR sampling has to begin at the last step (Lin et al. 2023, arXiv:2305.08891); DDIM takes the place of schedulers that cannot.
     """
     from diffusers import DDIMScheduler
 
-    asked = {name: value for name, value in changes(run).items() if scheduler.config.get(name, False) != value}
+    asked = {name: value for name, value in wanted.items() if scheduler.config.get(name, False) != value}
     if not asked:
         return scheduler
     kind = type(scheduler)

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from peer.models.diffusion.noising import changed
 from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.digest import read_header
 from swarm.errors import UserError
 from swarm.run.family import Family
+from swarm.run.loss import losses
 
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
 """Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
@@ -112,12 +114,17 @@ def _dtype_in(part: Path, variant: str | None) -> torch.dtype:
 
 
 def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
-    """Tokenizers, configs and parts that the file lacks come from `config`; without one the first two are its family's own on the Hub."""
+    """Tokenizers, configs and parts that the file lacks come from `config`; without one the first two are its family's own on the Hub.
+
+    The Hub's scheduler of SDXL predicts the noise: a file that says that it predicts v is believed.
+    """
     header = read_header(path)
     if scaled := next((name for name in header if _SCALED.search(name)), None):
         raise UserError(
             f"{path} is quantized: its weights need scale factors ({scaled}).", fix="Take the model's file in bf16 or fp16."
         )
+    if edm := next((name for name in header if name.startswith("edm_")), None):
+        raise UserError(f"{path} has EDM's noise ({edm}), which cannot be trained.", fix="Use a model with DDPM's noise.")
     lacking = [name for name, starts in family.in_file.items() if not _begins(header, starts)]
     if lacking and not config:
         raise UserError(
@@ -131,6 +138,7 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
         pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     else:
         pipeline = _read_folder(kind, family, where, **beside, **{family.denoiser: _read_denoiser(family, path, where)})
+    pipeline.scheduler = changed(pipeline.scheduler, losses()[family.loss].said_by_file(path, bool(config)))
     for name, part in pipeline.components.items():
         if hasattr(part, "tie_weights"):
             part.tie_weights()  # T5's embedding has two names, of which files have one

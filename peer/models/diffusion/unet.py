@@ -24,12 +24,22 @@ class UNetModel(DiffusionModel):
                 "it fills in parts of pictures.",
                 fix="Use the model that draws whole pictures.",
             )
+        if pipeline.vae.config.get("latents_mean") or pipeline.vae.config.get("latents_std"):
+            raise UserError(
+                "The model's VAE has latents_mean and latents_std, by which its UNet takes latents: such a model cannot be trained.",
+                fix="Use a model whose VAE has a scaling_factor alone.",
+            )
         super().__init__(pipeline, device)
         self.unet = self.denoiser
         self.noising = Noising(pipeline.scheduler, run)
         pipeline.scheduler = sampler(pipeline.scheduler, run)
         # The UNet halves the latents once per level; sides that do not divide evenly fail at its skip connections.
         self.resolution_multiple = self.vae_factor * 2 ** (len(self.unet.config.block_out_channels) - 1)
+
+    @property
+    def trained_by(self) -> str:
+        config = self.noising.config
+        return f"prediction_type={config.prediction_type} rescale_betas_zero_snr={config.rescale_betas_zero_snr}"
 
     def loss(self, batch: LatentBatch, rng: torch.Generator) -> Tensor:
         """(B,) float32: the error of the noise, the velocity or the picture, as the scheduler or the run says, weighted."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swarm.digest import read_header, read_metadata
 from swarm.errors import UserError
 from swarm.options import option, options
 from swarm.run.loss import Loss
@@ -65,23 +66,43 @@ class Options:
 def _found_in(run: Any, source: Path) -> Mapping[str, Any]:
     """What the scheduler says of the noise: no digest covers its file, and a joiner's own could say otherwise.
 
-    A single file's scheduler is in `model_config`: where that is no folder here, all stays open.
+    A single file's scheduler is in `model_config`, and the file itself may say more. Where neither does, all stays open.
     """
-    folder = Path(run.model_config or "no folder") if source.is_file() else source
+    if source.is_file():
+        said = {**_said_by_scheduler(Path(run.model_config or "no folder")), **_said_by_file(source, bool(run.model_config))}
+    else:
+        said = _said_by_scheduler(source)
+    kind = said.get("prediction_type", "epsilon")
+    if run.prediction_type == "auto" and kind not in PREDICTIONS:
+        raise UserError(
+            f"The scheduler of {run.model} says that the model predicts '{kind}', which cannot be trained.",
+            fix=f"Use another model, or set it with --prediction_type: one of {', '.join(PREDICTIONS)}.",
+        )
+    left_open = {"prediction_type": run.prediction_type == "auto", "rescale_betas_zero_snr": run.rescale_betas_zero_snr is None}
+    return {name: value for name, value in said.items() if left_open[name]}
+
+
+def _said_by_scheduler(folder: Path) -> dict[str, Any]:
     try:
         said = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-        kind, zero_snr = said.get("prediction_type", "epsilon"), bool(said.get("rescale_betas_zero_snr", False))  # diffusers' defaults
+        return {  # diffusers' defaults
+            "prediction_type": said.get("prediction_type", "epsilon"),
+            "rescale_betas_zero_snr": bool(said.get("rescale_betas_zero_snr", False)),
+        }
     except (OSError, ValueError, AttributeError):  # no peer can load such a model, and each says why
         return {}
-    found: dict[str, Any] = {}
-    if run.prediction_type == "auto":
-        if kind not in PREDICTIONS:
-            raise UserError(
-                f"The scheduler of {run.model} says that the model predicts '{kind}', which cannot be trained.",
-                fix=f"Use another model, or set it with --prediction_type: one of {', '.join(PREDICTIONS)}.",
-            )
-        found["prediction_type"] = kind
-    return {**found, "rescale_betas_zero_snr": zero_snr} if run.rescale_betas_zero_snr is None else found
+
+
+def _said_by_file(path: Path, configured: bool) -> dict[str, Any]:
+    """What a .safetensors file says of its noise, by the names of the options; {}: nothing.
+
+    The empty tensors `v_pred` and `ztsnr` say it to ComfyUI, and ModelSpec's header says it too. configured: whether a --model_config was
+    given. It counts for more than a header with 'epsilon', which tools also write where nobody told them what is predicted.
+    """
+    names, told = read_header(path), read_metadata(path).get("modelspec.prediction_type")
+    if "v_pred" in names or told == "v":
+        return {"prediction_type": "v_prediction", **({"rescale_betas_zero_snr": True} if "ztsnr" in names else {})}
+    return {"prediction_type": "epsilon"} if told == "epsilon" and not configured else {}
 
 
 def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
@@ -93,4 +114,4 @@ def check_noise(zero_snr: bool | None, prediction_type: str) -> None:
         )
 
 
-LOSS = Loss(title="denoising", options=Options, found_in=_found_in)
+LOSS = Loss(title="denoising", options=Options, found_in=_found_in, said_by_file=_said_by_file)

@@ -127,6 +127,40 @@ def test_a_picture_that_was_decoded_is_not_decoded_again_until_it_changes(pictur
     assert decoded() == ["003.png"]  # what is broken is looked at each time
 
 
+def test_a_start_that_breaks_off_keeps_what_it_decoded_and_what_was_known_before(pictures, decoded, monkeypatch):
+    source(pictures)
+    decoded()
+    os.utime(pictures / "000.png", ns=(1, 1))
+    decode = directory._decode
+    monkeypatch.setattr(directory, "_decode", lambda pair: breaks() if pair.name == "new.png" else decode(pair))
+
+    def breaks():
+        raise KeyboardInterrupt
+
+    Image.new("RGB", (16, 16)).save(pictures / "new.png")
+    (pictures / "new.txt").write_text("new")
+    with pytest.raises(KeyboardInterrupt):
+        source(pictures)
+    monkeypatch.setattr(directory, "_decode", decode)
+    assert decoded() == ["000.png"]
+    source(pictures)
+    assert decoded() == ["new.png"]
+
+
+def test_what_was_decoded_is_kept_now_and_then_for_a_start_that_is_killed(pictures, tmp_path, monkeypatch, decoded):
+    monkeypatch.setattr(directory, "_KEEP_EVERY", 5)
+    pairs = directory.list_dataset(pictures, [], "text", False)
+    killed = directory.Whole(pictures, tmp_path)
+    for pair in pairs[:8]:
+        killed.check(pair)
+        killed.keep_some()
+    decoded()
+    again = directory.Whole(pictures, tmp_path)
+    for pair in pairs:
+        again.check(pair)
+    assert decoded() == sorted(pair.name for pair in pairs[5:])
+
+
 def test_two_folders_share_a_cache_and_take_nothing_for_each_others(pictures, tmp_path, decoded):
     other = tmp_path / "other"
     other.mkdir()

@@ -46,7 +46,8 @@ def test_what_was_told_before_the_kernel_killed_it_counts_and_is_remembered_for_
         ask(nothing_fits)
     assert short.value.code == ExitCode.MEMORY and "--gradient_checkpointing" in short.value.fix
     assert ask(killed_at_four, gradient_checkpointing=True) == 2
-    assert len(json.loads((tmp_path / "cache" / "train_batch_size.json").read_text())) == 1
+    assert ask(killed_at_four, use_ema=True) == 2
+    assert len(json.loads((tmp_path / "cache" / "train_batch_size.json").read_text())) == 2
 
 
 def test_what_it_answers_by_is_this_peers_answer_and_a_stop_ends_it(ask, tmp_path):

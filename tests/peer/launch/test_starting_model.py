@@ -312,6 +312,18 @@ def test_a_single_file_is_the_model_and_of_its_config_folder_no_weight_is_read(t
     assert family_of(tmp_path / "folder") == run.family
 
 
+def test_a_single_file_of_an_sdxl_that_predicts_v_is_trained_and_drawn_so_beside_configs_of_one_that_does_not(tmp_path, tiny_family):
+    path, configs = tmp_path / "model.safetensors", tiny_family("sdxl")
+    run = RunConfig(model=str(configs), prediction_type="v_prediction", rescale_betas_zero_snr=True)
+    write_single_file(load_model(run, {}, CPU).pipeline, path)
+    model = load_model(RunConfig(model=str(path), model_config=str(configs)), {}, CPU)
+    assert model.trained_by == "prediction_type=v_prediction rescale_betas_zero_snr=True"
+    drawn_with = model.pipeline.scheduler.config
+    assert (drawn_with.prediction_type, drawn_with.rescale_betas_zero_snr, drawn_with.timestep_spacing) == ("v_prediction", True, "trailing")
+    noise = load_model(RunConfig(model=str(path), model_config=str(configs), prediction_type="epsilon", rescale_betas_zero_snr=False), {}, CPU)
+    assert noise.trained_by == "prediction_type=epsilon rescale_betas_zero_snr=False"
+
+
 def test_a_file_that_lacks_a_part_takes_it_from_the_config_folder_and_one_that_lacks_a_tensor_is_refused(tmp_path, tiny_family):
     path, config = tmp_path / "model.safetensors", tiny_family("sd")
     write_single_file(tiny.build("sd", seed=1), path)

@@ -20,3 +20,11 @@ def test_every_rank_ends_every_round_with_equal_bits(tmp_path):
     for line in lines:
         assert len(line["digests"]) == RANKS and len(set(line["digests"])) == 1, line
     assert len({line["digests"][0] for line in lines}) == len(lines), "every call changed something"
+
+
+def test_rank_0_is_waited_for_at_the_start_and_while_it_writes_and_else_as_long_as_the_timeout(tmp_path):
+    program, logs = str(Path(__file__).with_name("patient_program.py")), [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = [Warm([program], ROOT, log, env=place) for log, place in zip(logs, _places(2), strict=True)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0], "".join(log.read_text() for log in logs)[-3000:]
+    started, written, lost = logs[1].read_text().splitlines()[-3:]
+    assert (started, written) == ("started", "written") and lost.startswith("Another rank of this launch ended or hangs")

@@ -1,5 +1,6 @@
 """Every local optimizer of the table: it learns, goes on from its checkpoint, is as large as said, and means the same in a swarm."""
 
+import dataclasses
 import importlib.metadata
 from configparser import ConfigParser
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from torch import nn
 from peer.loop import optim
 from peer.loop.optim import build_optimizer, check_here, told
 from peer.loop.rounding import RoundingOptimizer, keep_in_bf16
+from peer.loop.train import load_moments
 from peer.results.checkpoint import Checkpoints
 from peer.rooms import load_part
 from swarm.errors import UserError
@@ -96,6 +98,27 @@ def test_it_goes_on_from_its_checkpoint_to_the_bit(name, tmp_path):
     assert learn(optimizer, loss, 3) == learn(other, other_loss, 3)
     assert_same(other.state_dict(), optimizer.state_dict())
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(params.values(), others.values(), strict=True))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_options_that_changed_since_its_checkpoint_count_and_what_it_found_stays(name, bf16):
+    if bf16 and not OPTIMIZERS[name].by_tensor:
+        return
+    changed = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6} if OPTIMIZERS[name].reads else {}
+    (params, loss), (others, _) = net(), net()
+    optimizer, new = build_optimizer(run_with(name), params, CPU), dataclasses.replace(run_with(name), adam_weight_decay=0.05, **changed)
+    other, fresh = build_optimizer(new, others, CPU), build_optimizer(new, net()[0], CPU)
+    learn(optimizer, loss, 3)
+    if bf16:
+        optimizer, other = RoundingOptimizer(optimizer, "seed"), RoundingOptimizer(other, "seed")
+        keep_in_bf16(others)
+    load_moments(other, optimizer.state_dict())
+    for before, now, asked in zip(optimizer.param_groups, other.param_groups, fresh.param_groups, strict=True):
+        for option in ("weight_decay", "betas", "eps"):
+            assert now.get(option) == asked.get(option)
+        counted = before.keys() - {"params", "weight_decay", "betas", "eps"}
+        assert {key: now[key] for key in counted} == {key: before[key] for key in counted}
 
 
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.by_tensor])

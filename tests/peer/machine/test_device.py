@@ -1,13 +1,19 @@
 import socket
+from contextlib import ExitStack
 
 import pytest
 import torch
 
+from peer.config import PeerConfig
+from peer.launch.joining import Joined
+from peer.launch.launch import Launch
+from peer.learner import build_learner
 from peer.machine import device
-from peer.machine.device import Rank, RankGroup, choose_device, choose_precision
+from peer.machine.device import Precision, Rank, RankGroup, choose_device, choose_precision, precision_of
 from peer.machine.trial_of_speed import relative_difference
 from swarm.errors import UserError
 from swarm.run.family import families
+from swarm.run_config import RunConfig
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -49,6 +55,44 @@ def test_the_user_may_overrule_it_but_not_with_fp16_on_a_cpu():
     assert choose_precision("bf16", CPU, 1).dtype == torch.bfloat16 and choose_precision("no", CPU, 1).dtype is None
     with pytest.raises(UserError, match="fp16 on a CPU"):
         choose_precision("fp16", CPU, 1)
+
+
+@pytest.fixture
+def an_old_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda which: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda which: (7, 5))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "reason"),
+    [
+        ("sdxl", torch.float16, "fp16: Tesla T4 (compute capability 7.5) has no bf16; the loss is scaled"),
+        ("auto", torch.float16, "fp16: "),
+        ("flux", None, "no: Tesla T4 (compute capability 7.5) has no bf16, and models of this family overflow in fp16"),
+    ],
+)
+def test_a_gpu_without_bf16_computes_in_fp16_only_families_that_stay_finite_in_it(an_old_gpu, family, dtype, reason):
+    run = RunConfig(family=family)
+    chosen = precision_of(PeerConfig(), run, an_old_gpu, 10**9)
+    assert (chosen.dtype, chosen.scaled) == (dtype, dtype is not None) and chosen.reason.startswith(reason)
+    asked = precision_of(PeerConfig(mixed_precision="fp16"), run, an_old_gpu, 10**9)
+    assert asked.dtype is torch.float16 and asked.reason == "fp16: asked for by --mixed_precision"
+    assert precision_of(PeerConfig(weights="bf16"), run, an_old_gpu, 10**9).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("family", "warned"), [("sd", False), ("z_image", True)])
+def test_who_asks_for_fp16_of_a_family_that_overflows_in_it_is_warned(tiny_family, tmp_path, monkeypatch, caplog, family, warned):
+    monkeypatch.setattr("peer.learner.precision_of", lambda *_: Precision(CPU, torch.float16, True, "asked for"))
+    run = RunConfig(model=str(tiny_family(family)), family=tiny.FAMILIES[family], resolution=16, sync="none", method="lora")
+    with ExitStack() as closing:
+        launch = Launch(
+            joined=Joined(run), peer=PeerConfig(output_dir=str(tmp_path)), group=RankGroup(Rank(), CPU), device=CPU, stopping=lambda: False,
+            closing=closing,
+        )  # fmt: skip
+        build_learner(launch, "x")
+    assert ("overflow in fp16" in caplog.text) == warned
 
 
 def test_a_peer_tells_others_what_it_computes_on(monkeypatch):

@@ -39,7 +39,7 @@ class Sums:
 @pytest.fixture(autouse=True)
 def a_gpu_in_bf16(monkeypatch):
     """Where none is, its number format is what it would have."""
-    monkeypatch.setattr("peer.loop.fused.choose_precision", lambda *_: Precision(CUDA, torch.bfloat16, False, ""))
+    monkeypatch.setattr("peer.loop.fused.precision_of", lambda *_: Precision(CUDA, torch.bfloat16, False, ""))
 
 
 def fitted(there, run=LORA, ways=fitting.ALL, sums=None, device=CUDA, **options):

@@ -1,6 +1,7 @@
 """The search for the largest micro-batch: what is tried, and what is held to fit."""
 
 import dataclasses
+import gc
 from contextlib import ExitStack
 
 import pytest
@@ -108,6 +109,25 @@ def test_real_steps_are_made_until_torch_has_no_memory(learn, run, options):
     assert told == memory.held == [1, 2, 3]
     assert any(not torch.equal(before[name], parameter) for name, parameter in learner.params.items())  # the optimizer has its state
     assert all(parameter.grad is None for parameter in learner.params.values())
+
+
+def test_the_average_of_the_weights_is_there_beside_the_step_that_is_tried(learn):
+    def held(**options):
+        learner, run, peer = learn({"method": "full"}, **options)
+        found = []
+
+        class Counting(Roomy):
+            def holds(self, count):
+                gc.collect()
+                found.append(sum(thing.numel() for thing in gc.get_objects() if type(thing) is torch.Tensor))
+                return True
+
+        try_sizes(learner, run, peer, Counting(), 1, lambda count: None)
+        return found[0], sum(parameter.numel() for parameter in learner.params.values())
+
+    plain, trained = held()
+    averaging, _ = held(use_ema=True)
+    assert averaging - plain >= trained
 
 
 def test_class_pictures_double_a_micro_batch(learn, tmp_path):

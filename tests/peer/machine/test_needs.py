@@ -54,6 +54,14 @@ def test_what_is_counted_is_what_lies_there_and_flows():
     assert turns.trained == real.trained + real.optimizer and turns.step == pytest.approx(real.step, rel=0.01)
 
 
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_the_average_of_the_weights_is_counted_in_float32(weights):
+    needs = needs_of("sd", "full")
+    plain, averaging = PeerConfig(weights=weights), PeerConfig(weights=weights, use_ema=True)
+    trained = sum(parameter.numel() for parameter in needs.params(plain).values())
+    assert needs.lying(averaging) - needs.lying(plain) == needs.of(averaging) - needs.of(plain) == 4 * trained
+
+
 def test_options_take_less_and_what_lies_there_is_less_than_what_is_needed(monkeypatch):
     monkeypatch.setattr("peer.machine.turns._OWN_MEMORY", ("cpu",))
     needs = needs_of("flux")

@@ -238,3 +238,12 @@ def test_half_precision_weights_become_float32_whether_as_such_or_as_a_variant(l
         assert all(parameter.dtype == torch.float32 for part in model.parts.values() for parameter in part.parameters())
     one, two = (torch.cat([parameter.flatten() for parameter in model.denoiser.parameters()]) for model in kept)
     assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
+def test_a_vae_stays_in_float32_unless_it_is_of_a_class_that_does_not_know_the_word(tiny_family, family):
+    """As docs/hardware.md says. Configs of SD 1.x and 2.x on the Hub say nothing of it, and AutoencoderKL's default counts."""
+    model = load_part("models", tiny.FAMILIES[family]).load(tiny_family(family), None, own(family))
+    model.place(CPU, torch.bfloat16)
+    stays = all(weight.dtype is torch.float32 for weight in model.vae.parameters())
+    assert stays == (tiny.FAMILIES[family] not in ("flux2", "flux2_klein", "qwen_image"))

@@ -5,8 +5,16 @@ import math
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    DDPMScheduler,
+    DiffusionPipeline,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
+    FlowMatchEulerDiscreteScheduler,
+)
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from safetensors.torch import save_file
 
 from peer.contracts import LatentBatch
 from peer.models.diffusion.distance import distance_of
@@ -86,6 +94,31 @@ def test_with_zero_terminal_snr_nothing_of_the_picture_is_left_at_the_last_step(
 def test_zero_terminal_snr_is_refused_where_the_noise_is_predicted():
     with pytest.raises(UserError, match=r"rescale_betas_zero_snr needs .* Add --prediction_type v_prediction"):
         Noising(tiny.ddpm(), RunConfig(rescale_betas_zero_snr=True))
+
+
+@pytest.mark.parametrize("scheduler", [EDMEulerScheduler, EDMDPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler])
+def test_a_model_whose_noise_has_no_betas_is_refused(scheduler, tmp_path):
+    pipeline = tiny.build("sdxl")
+    pipeline.scheduler = scheduler()
+    pipeline.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"scheduler is {scheduler.__name__}, whose noise has no beta_schedule"):
+        load_part("models", "sdxl").load(tmp_path, CPU, RunConfig())
+
+
+@pytest.mark.parametrize("family", ["sd", "sdxl"])
+def test_a_unet_whose_latents_have_a_mean_is_refused(family, tmp_path):
+    pipeline = tiny.build(family)
+    pipeline.vae.register_to_config(latents_mean=[0.1] * 4, latents_std=[1.2] * 4)
+    pipeline.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="VAE has latents_mean and latents_std"):
+        load_part("models", tiny.FAMILIES[family]).load(tmp_path, CPU, RunConfig())
+
+
+@pytest.mark.parametrize("name", ["edm_mean", "edm_vpred.sigma_max"])
+def test_a_single_file_of_a_model_with_edms_noise_is_refused(name, tmp_path):
+    save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"has EDM's noise .{name}"):
+        load_part("models", "sdxl").load(tmp_path / "model.safetensors", CPU, RunConfig())
 
 
 def test_a_run_that_changes_the_noise_is_saved_with_a_scheduler_that_begins_where_it_ends(load, tmp_path):

@@ -218,7 +218,7 @@ def test_a_step_that_hangs_or_does_not_fit_or_breaks(machine):
 )
 def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options, run, device, advised, monkeypatch):
     on_gpu = Precision(torch.device(device), torch.bfloat16, False, "")  # where none is, its number format is what it would have
-    monkeypatch.setattr("peer.loop.fused.choose_precision", lambda *_: on_gpu)
+    monkeypatch.setattr("peer.loop.fused.precision_of", lambda *_: on_gpu)
     fix = _readable(MemoryError(), RunConfig(**run), PeerConfig(**options), torch.device(device)).fix
     words = {
         "fused": "--fused_step", "batch": "--train_batch_size", "accumulation": "--gradient_accumulation_steps", "checkpointing": "--gradient_checkpointing",

@@ -25,7 +25,7 @@ LORA, FULL = RunConfig(method="lora", family="flux"), RunConfig(method="full", f
 @pytest.fixture(autouse=True)
 def a_gpu_in_bf16(monkeypatch):
     """Where none is, its number format is what it would have."""
-    monkeypatch.setattr("peer.loop.fused.choose_precision", lambda *_: Precision(CUDA, torch.bfloat16, False, ""))
+    monkeypatch.setattr("peer.loop.fused.precision_of", lambda *_: Precision(CUDA, torch.bfloat16, False, ""))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from peer.supervise import cli
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import HEALTHY_SECONDS, ROOMY_SECONDS, End, Policy, smaller
 from peer.watchdog.room import as_flags, forget_room, next_way, tell_room
+from peer.watchdog.saved import Saved
 from peer.watchdog.vitals import LONG, OutOfMemory, Vitals, Watchdog
 from swarm.cgroups import MemoryGroups
 from swarm.errors import ExitCode, UserError
@@ -199,21 +200,39 @@ def short_of_memory(batch, *ways):
 
 
 def test_a_trainer_that_fails_is_started_again_from_its_latest_checkpoint(supervise):
-    code, err, seen, _ = supervise([1, "done"], "--train_batch_size", 4)
+    code, err, seen, _ = supervise(["saved", "done"], "--train_batch_size", 4)
     assert code == 0 and "the trainer ended: exit status 1. Starting it again in" in err and "; Ctrl-C ends it)\n" in err
     assert "--resume_from_checkpoint" not in seen[0]["argv"]
     assert seen[1]["argv"] == [*seen[0]["argv"], "--resume_from_checkpoint", "latest"]
 
 
-@pytest.mark.parametrize("flags", [("--resume", "mine"), ("--found",), ("--found", "--resume", "none")])
-def test_what_the_owner_asked_to_resume_stays_and_in_a_swarm_the_trainer_finds_its_own(supervise, flags):
-    _, _, seen, _ = supervise([1, "done"], *flags)
+@pytest.mark.parametrize("flags", [("--found",), ("--found", "--resume", "none")])
+def test_in_a_swarm_the_trainer_finds_its_own_checkpoint_or_begins_with_new_moments_as_asked(supervise, flags):
+    _, _, seen, _ = supervise(["saved", "done"], *flags)
     assert seen[1]["argv"] == seen[0]["argv"]
 
 
-def test_who_begins_anew_alone_goes_on_after_a_failure_all_the_same(supervise):
-    _, _, seen, _ = supervise([1, "done"], "--resume", "none")
-    assert seen[1]["argv"] == [*seen[0]["argv"], "--resume_from_checkpoint", "latest"]
+@pytest.mark.parametrize("flags", [("--resume", "none"), ("--resume", "mine"), ("--found", "--resume", "mine")])
+def test_what_was_saved_since_is_newer_than_what_the_owner_asked_to_begin_with(supervise, flags):
+    _, _, seen, _ = supervise([1, "saved", "done"], *flags)
+    assert seen[1]["argv"] == seen[0]["argv"]
+    assert seen[2]["argv"] == [*seen[0]["argv"], "--resume_from_checkpoint", "latest"]
+
+
+def write_checkpoint(folder):
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    return folder
+
+
+def test_checkpoints_that_were_there_before_are_not_gone_on_from_wherever_they_move(tmp_path):
+    old, aside = write_checkpoint(tmp_path / "checkpoint-000007"), write_checkpoint(tmp_path / "earlier" / "ab" / "checkpoint-000003")
+    saved = Saved(tmp_path)
+    old.rename(tmp_path / "earlier" / "checkpoint-000007")
+    aside.rename(tmp_path / "checkpoint-000003")
+    assert not saved
+    write_checkpoint(tmp_path / "checkpoint-000001")  # a new run counts from 1
+    assert saved
 
 
 def test_a_mistake_is_answered_once_in_one_line(supervise):
@@ -251,14 +270,14 @@ def test_out_of_memory_halves_the_micro_batch_once_and_says_so(supervise):
     code, err, seen, _ = supervise(["memory", "memory"], "--batch_size", 6)
     assert code == ExitCode.MEMORY and "error: Out of memory" in err
     assert "the micro-batch is now 3 instead of 6, and gradients are accumulated over 2 instead of 1" in err
-    assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
+    assert seen[1]["argv"][-4:] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
     assert "a smaller micro-batch did not help" in err
 
 
 def test_a_fused_step_out_of_memory_takes_fewer_samples_and_accumulates_nothing(supervise):
     _, err, seen, _ = supervise(["memory", "memory"], "--batch_size", 6, "--fused_step")
     assert "a step has fewer samples, since --fused_step accumulates nothing" in err
-    assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "1"]
+    assert seen[1]["argv"][-4:] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "1"]
 
 
 def test_out_of_memory_again_takes_the_next_option_that_makes_room(supervise):
@@ -275,7 +294,7 @@ def test_out_of_memory_again_takes_the_next_option_that_makes_room(supervise):
 def test_a_measured_micro_batch_is_halved_as_one_that_was_given(supervise):
     _, err, seen, _ = supervise([short_of_memory(6), short_of_memory(3)], "--train_batch_size", "auto")
     assert "the micro-batch is now 3 instead of 6" in err
-    assert seen[1]["argv"][-6:-2] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
+    assert seen[1]["argv"][-4:] == ["--train_batch_size", "3", "--gradient_accumulation_steps", "2"]
     _, err, seen, _ = supervise(["memory", "memory"], "--train_batch_size", "auto")  # it ends before it has measured
     assert "the micro-batch cannot be smaller" in err and len(seen) == 1
 
