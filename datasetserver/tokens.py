@@ -42,17 +42,17 @@ class Holder:
 
 
 class Tokens:
-    """The tokens of a file, read again whenever it changes. While it cannot be read, nobody gets in, and nobody is told that his token
-    is wrong: peers wait for the host to mend it, and do not end. clock: in seconds.
+    """The tokens of a file, read again whenever it changes. While it cannot be read or is empty, nobody gets in, and nobody is told that
+    his token is wrong: peers wait for the host to mend it, and do not end. clock: in seconds.
 
-    Raises UserError when the file is not there or is something else.
+    Raises UserError when the file is not there, is something else or holds no token.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = path, clock
         self._holders: dict[str, Holder] | None
         self._seen = files.version(path)  # first: what changes while it is read is read again
-        self._holders, self._looked = _read(path), clock()
+        self._holders, self._looked = _read_some(path), clock()
 
     def holder(self, token: str) -> Holder | None:
         """Whom `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""
@@ -75,11 +75,11 @@ class Tokens:
             return
         self._seen = version
         try:
-            self._holders = _read(self._path)
+            self._holders = _read_some(self._path)
             log.info("read tokens=%d file=%s", len(self._holders), self._path)
         except UserError as error:
             self._holders = None
-            log.error("letting nobody in: %s", error)
+            log.warning("letting nobody in: %s", error)
 
 
 def add(path: Path, name: str, peers: int = 0) -> str:
@@ -172,6 +172,13 @@ def _read(path: Path) -> dict[str, Holder]:
     if None in matches:
         raise UserError(f"Line {matches.index(None) + 1} of {path} is not a token.", fix="Check --tokens, or remove that line.")
     return {match[2]: Holder(match[1], int(match[3] or 0)) for match in matches if match}
+
+
+def _read_some(path: Path) -> dict[str, Holder]:
+    """As `_read`. Raises UserError also for a file without a token: an editor or a full disk may have emptied it."""
+    if holders := _read(path):
+        return holders
+    raise UserError(f"{path} holds no token.", fix=f"dd-datasetserver token add NAME --tokens {path}")
 
 
 def _write(path: Path, holders: dict[str, Holder]) -> None:
