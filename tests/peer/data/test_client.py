@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import itertools
 import random
+import shutil
 from collections import deque
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -154,15 +155,20 @@ def test_the_hosts_words_that_come_with_the_answer_to_a_proof_are_heard(tmp_path
     assert heard == [word] and not outbox
 
 
-def test_a_report_that_the_disk_does_not_take_waits_in_memory(tmp_path):
+def test_a_report_that_the_disk_does_not_take_waits_in_memory_and_that_is_said_once(tmp_path, caplog):
     unsaid = Unsaid(tmp_path / "no folder" / "unsaid.jsonl")
     outbox = Outbox(unsaid, news=lambda: None)
     outbox.put(ROUNDS, {"round": 1, "members": []})
-    outbox.keep_rounds()
-    assert len(outbox) == 1 and not unsaid.letters()
+    for _ in range(3):
+        outbox.keep_rounds()
+    assert len(outbox) == 1 and not unsaid.letters() and caplog.text.count("cannot keep the reports") == 1
     (tmp_path / "no folder").mkdir()
     outbox.keep_rounds()
     assert unsaid.letters() == [{"round": 1, "members": []}], "once there is room"
+    outbox.put(ROUNDS, {"round": 2, "members": []})
+    shutil.rmtree(tmp_path / "no folder")
+    outbox.keep_rounds()
+    assert caplog.text.count("cannot keep the reports") == 2, "full anew"
 
 
 def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_shorter_than_the_server_asks():
