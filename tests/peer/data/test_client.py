@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import json
 import random
 import shutil
 from collections import deque
@@ -14,7 +15,7 @@ from aiohttp import web
 
 from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import CONTRIBUTIONS, PROOFS, ROUNDS, Outbox
-from peer.data.client.transport import Backoff, Refusal, ServerAway, Transport, retry_after
+from peer.data.client.transport import Backoff, Refusal, Reply, ServerAway, Transport, checked, retry_after
 from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
@@ -194,6 +195,26 @@ def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_sho
         assert min(pauses(random.Random(seed).uniform, wait=17.0)) >= 17
         paused = pauses(random.Random(seed).uniform, wait=5.0, busy=True)
         assert min(paused) >= 5 and max(paused) <= 6.25, "a run that was paused for long goes on as soon as one paused for a moment"
+
+
+def test_a_run_that_its_host_has_paused_is_news_and_no_outage(caplog):
+    async def no_time(seconds):
+        pass
+
+    async def pauses():
+        backoff = Backoff(no_time)
+        for reply in (paused, paused, away, away, paused):
+            with pytest.raises(ServerAway) as raised:
+                checked(reply)
+            await backoff.wait("/v1/leases", raised.value)
+
+    caplog.set_level("INFO")
+    error = {"code": "run_paused", "message": "The host has paused the run at 96 samples.", "fix": "Wait."}
+    paused, away = Reply(503, json.dumps({"error": error}).encode(), {"Retry-After": "5"}), Reply(502, b"no", {})
+    asyncio.run(pauses())
+    told = ("INFO", "The host has paused the run at 96 samples; waiting")
+    (first, second, last) = [(record.levelname, record.message) for record in caplog.records]
+    assert first == last == told and second[0] == "WARNING" and second[1].startswith("the dataset server is away (/v1/leases): status 502")
 
 
 @pytest.mark.parametrize(
