@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """A running server looks this often whether the file has changed: a token that is removed opens nothing after that."""
 _FILE = "tokens.txt"
+_NOBODY = "# nobody"
+"""All that a file says whose last token was removed, so that it is not taken for one that was emptied by mistake."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LINE = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})(?: ([1-9][0-9]?))?")
 
@@ -52,7 +54,7 @@ class Tokens:
         self._path, self._clock = path, clock
         self._holders: dict[str, Holder] | None
         self._seen = files.version(path)  # first: what changes while it is read is read again
-        self._holders, self._looked = _read_some(path), clock()
+        self._holders, self._looked = _read(path, may_be_empty=False), clock()
 
     def holder(self, token: str) -> Holder | None:
         """Whom `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""
@@ -75,7 +77,7 @@ class Tokens:
             return
         self._seen = version
         try:
-            self._holders = _read_some(self._path)
+            self._holders = _read(self._path, may_be_empty=False)
             log.info("read tokens=%d file=%s", len(self._holders), self._path)
         except UserError as error:
             self._holders = None
@@ -160,31 +162,31 @@ def _digest(token: str) -> str:
     return digest_bytes(token.encode(errors="surrogatepass"))
 
 
-def _read(path: Path) -> dict[str, Holder]:
-    """Holders by the digests of their tokens. Raises UserError."""
+def _read(path: Path, *, may_be_empty: bool = True) -> dict[str, Holder]:
+    """Holders by the digests of their tokens. Raises UserError.
+
+    may_be_empty: whether a file of no bytes is as good as one whose last token was removed; an editor or a full disk leaves one, too.
+    """
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", fix=f"Make a token: dd-datasetserver token add NAME --tokens {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'no text'}.", fix="Check --tokens.") from None
+    if lines == [_NOBODY]:
+        return {}
+    if not (lines or may_be_empty):
+        raise UserError(f"{path} holds no token.", fix=f"dd-datasetserver token add NAME --tokens {path}")
     matches = [_LINE.fullmatch(line) for line in lines]
     if None in matches:
         raise UserError(f"Line {matches.index(None) + 1} of {path} is not a token.", fix="Check --tokens, or remove that line.")
     return {match[2]: Holder(match[1], int(match[3] or 0)) for match in matches if match}
 
 
-def _read_some(path: Path) -> dict[str, Holder]:
-    """As `_read`. Raises UserError also for a file without a token: an editor or a full disk may have emptied it."""
-    if holders := _read(path):
-        return holders
-    raise UserError(f"{path} holds no token.", fix=f"dd-datasetserver token add NAME --tokens {path}")
-
-
 def _write(path: Path, holders: dict[str, Holder]) -> None:
     """Replace the file at once, for its owner's eyes only."""
     lines = (f"{holder.name} {digest}{f' {holder.peers}' if holder.peers else ''}\n" for digest, holder in holders.items())
-    files.replace(path, "".join(lines).encode("ascii"), mode=0o600)
+    files.replace(path, ("".join(lines) or f"{_NOBODY}\n").encode("ascii"), mode=0o600)
 
 
 @contextlib.contextmanager

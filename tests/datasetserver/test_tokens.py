@@ -60,6 +60,17 @@ def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_f
     assert tokens.holder(bob) == Holder("bob")
 
 
+def test_whose_token_was_the_last_and_is_removed_hears_so_and_does_not_wait(tmp_path):
+    file, clock = tmp_path / "tokens", Clock()
+    alice = add(file, "alice")
+    tokens = Tokens(file, clock)
+    remove(file, "alice")
+    clock.now += LOOK_SECONDS
+    assert tokens.holder(alice) is None and names(file) == []
+    bob = add(file, "bob")
+    assert Tokens(file).holder(bob) == Holder("bob")
+
+
 def test_two_that_add_at_once_both_stay(tmp_path):
     file = tmp_path / "tokens"
     with ThreadPoolExecutor(8) as pool:
