@@ -12,6 +12,7 @@ from datasetserver import bans, heads, invite, orders, successor, template, toke
 from datasetserver.config import ServerConfig
 from datasetserver.work_folder import HOST_KEY, LEDGER
 from swarm.arguments import ArgumentParser
+from swarm.entries import ended_quietly
 from swarm.errors import UserError, run_program
 from swarm.options import build, nearest, parse_flags, read_toml
 from swarm.run_config import RunConfig
@@ -52,13 +53,14 @@ def _main(argv: Sequence[str]) -> None:
         return _command(argv)
     config, run_values = _read(argv)
 
-    import uvloop
+    with ended_quietly():
+        import uvloop
 
-    from datasetserver import server
-    from datasetserver.founding import advice, check_host_key, run_to_serve, with_dataset
-    from datasetserver.ledger import collect_seldom, stored_run
-    from swarm.listening import listen
-    from swarm.logs import setup_logging
+        from datasetserver import server
+        from datasetserver.founding import advice, check_host_key, run_to_serve, with_dataset
+        from datasetserver.ledger import collect_seldom, stored_run
+        from swarm.listening import listen
+        from swarm.logs import setup_logging
 
     setup_logging(debug=config.debug, log_format=config.log_format)
     collect_seldom()

@@ -3,14 +3,16 @@
 Whether a server runs on the ledger or not: it is only read here. Discarding is one of the host's signed words, in a file that the server looks for.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasetserver import work_folder
 from datasetserver.bans import say
+from datasetserver.orders import BANS
 from swarm.arguments import ArgumentParser
-from swarm.bans import STATE
+from swarm.bans import STATE, is_state, read_words
 from swarm.digest import ELDER_CHARACTERS
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 VERBS = ("heads", "discard")
 _SHOWN, _REPORTERS = 20, 3
+_PREFIX = re.compile("[0-9a-f]{8,64}")
+"""Logs show 8 or 16 characters of a digest."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
         f"dd-datasetserver {verb}", description=about[verb], examples=[f"dd-datasetserver {verb}{what} --dataset pictures"]
     )
     if verb == "discard":
-        parser.add_argument("digest", help="all 64 characters, as 'heads' shows it")
+        parser.add_argument("digest", help="as 'heads' or a log shows it: all 64 characters, or the first 8 or more")
         parser.add_argument("--yes", action="store_true", help="forget it; without --yes, only show what would go")
         parser.add_argument("--reason", default="", help="one line, shown to the peers that end")
     work_folder.add_arguments(parser)
@@ -47,15 +51,20 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(lines(work_dir)))
         return
     run, tree, _ = _ledger(work_dir)
-    gone = _gone(tree, args.digest)
+    discarded = {word.about for word in read_words(work_dir / BANS) if word.banned and is_state(word)}
+    digest = _named(args.digest, {*discarded, *(state.digest for state in tree)})
+    if digest in discarded:
+        print(f"state {digest} is discarded already")
+        return
+    gone = _gone(tree, digest)
     before = gone[0].samples - gone[0].own_samples
     what = (
-        f"state {args.digest} of round {gone[0].round} and what follows from it: {len(gone)} states, which by their reports add "
+        f"state {digest} of round {gone[0].round} and what follows from it: {len(gone)} states, which by their reports add "
         f"{max(state.samples for state in gone) - before} samples to {before}"
     )
     if not args.yes:
         raise UserError(f"This would forget {what}, for good.", fix="Add --yes if that is what you want.")
-    say(work_dir, run, args.digest, banned=True, reason=args.reason)
+    say(work_dir, run, digest, banned=True, reason=args.reason)
     print(f"forgot {what}")
     print("the server knows within a second, the peers within a minute: a peer on that state ends, and dd-peer starts it again from the one before")
 
@@ -83,6 +92,14 @@ def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree, dict[tuple[str, str]
         for state in store.states():
             tree.add(state)
         return run, tree, read_wrong(store)
+
+
+def _named(given: str, known: Collection[str]) -> str:
+    """The one digest of `known` that begins with `given`. Raises UserError where there is none, or where several do."""
+    found = sorted(digest for digest in known if digest.startswith(given)) if _PREFIX.fullmatch(given) and given not in known else []
+    if len(found) > 1:
+        raise UserError(f"{len(found)} states begin with {given}: {', '.join(found)}.", fix="Give all 64 characters of one.")
+    return found[0] if found else given
 
 
 def _gone(tree: "StateTree", digest: str) -> "list[State]":

@@ -9,9 +9,11 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +29,7 @@ from swarm.run_config import RunConfig
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _BATCH = 256
+_TELL_SECONDS = 60.0
 _SCHEMA_VERSION = "2"
 
 
@@ -34,11 +37,21 @@ class Writer:
     """Runs operations on a `Book` and commits them together.
 
     db: a connection in autocommit mode. where: what it is called in errors. run: kept with a new ledger; another run's ledger is refused
-    with a UserError. make_book: given the connection, reads the Book from it.
+    with a UserError. make_book: given the connection, reads the Book from it. clock: in seconds.
     """
 
-    def __init__(self, db: sqlite3.Connection, *, where: str, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
-        self._db, self._make_book = db, make_book
+    def __init__(
+        self,
+        db: sqlite3.Connection,
+        *,
+        where: str,
+        run: RunConfig,
+        make_book: Callable[[sqlite3.Connection], Book],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._db, self._make_book, self._clock = db, make_book, clock
+        self._told = -math.inf
+        """When the last line about the disk was written; -inf once it has taken something again."""
         try:
             _prepare(db)
             _check_owner(db, where, run)
@@ -60,14 +73,23 @@ class Writer:
             book.save()
             self._db.execute("COMMIT")
             self.book = book
+            self._told = -math.inf
         except Exception as error:  # a full disk, one that is gone, or a fault of ours
-            log.exception("cannot write the ledger: none of %d requests was done", len(operations))
+            self._tell(error, len(operations))
             self.book = None  # memory is ahead of the disk: it is read again when something is asked next, and again until that succeeds
             with contextlib.suppress(sqlite3.Error):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
             outcomes = [error] * len(operations)
         return outcomes
+
+    def _tell(self, error: Exception, requests: int) -> None:
+        """Of a disk one line a minute, though peers repeat their requests every second; of a fault of ours each time where it was."""
+        disk = isinstance(error, (sqlite3.OperationalError, OSError))
+        if disk and self._clock() - self._told < _TELL_SECONDS:
+            return
+        self._told = self._clock()
+        log.error("cannot write the ledger: none of %d requests was done (%s)", requests, error, exc_info=not disk)
 
 
 class Ledger:

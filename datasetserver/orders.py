@@ -159,7 +159,7 @@ def main(argv: Sequence[str]) -> None:
     work_folder.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     work_dir = work_folder.given(args)
-    if not work_dir.is_dir():
+    if not any((work_dir / name).exists() for name in (work_folder.LEDGER, work_folder.LOCK)):  # an order in another folder is lost
         raise UserError(f"No server was ever started on {work_dir}.", fix="Give the server's --dataset or --work_dir.")
     if not state:
         extend(work_dir, args.total_samples)

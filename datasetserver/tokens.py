@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """A running server looks this often whether the file has changed: a token that is removed opens nothing after that."""
 _FILE = "tokens.txt"
+_NOBODY = "# nobody"
+"""All that a file says whose last token was removed, so that it is not taken for one that was emptied by mistake."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LINE = re.compile(rf"({_NAME.pattern}) ([0-9a-f]{{64}})(?: ([1-9][0-9]?))?")
 
@@ -42,17 +44,17 @@ class Holder:
 
 
 class Tokens:
-    """The tokens of a file, read again whenever it changes. While it cannot be read, nobody gets in, and nobody is told that his token
-    is wrong: peers wait for the host to mend it, and do not end. clock: in seconds.
+    """The tokens of a file, read again whenever it changes. While it cannot be read or is empty, nobody gets in, and nobody is told that
+    his token is wrong: peers wait for the host to mend it, and do not end. clock: in seconds.
 
-    Raises UserError when the file is not there or is something else.
+    Raises UserError when the file is not there, is something else or holds no token.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic):
         self._path, self._clock = path, clock
         self._holders: dict[str, Holder] | None
         self._seen = files.version(path)  # first: what changes while it is read is read again
-        self._holders, self._looked = _read(path), clock()
+        self._holders, self._looked = _read(path, may_be_empty=False), clock()
 
     def holder(self, token: str) -> Holder | None:
         """Whom `token` was given to; None when it is none of ours. Raises Refused (503) while the file cannot be read."""
@@ -75,11 +77,11 @@ class Tokens:
             return
         self._seen = version
         try:
-            self._holders = _read(self._path)
+            self._holders = _read(self._path, may_be_empty=False)
             log.info("read tokens=%d file=%s", len(self._holders), self._path)
         except UserError as error:
             self._holders = None
-            log.error("letting nobody in: %s", error)
+            log.warning("letting nobody in: %s", error)
 
 
 def add(path: Path, name: str, peers: int = 0) -> str:
@@ -160,14 +162,21 @@ def _digest(token: str) -> str:
     return digest_bytes(token.encode(errors="surrogatepass"))
 
 
-def _read(path: Path) -> dict[str, Holder]:
-    """Holders by the digests of their tokens. Raises UserError."""
+def _read(path: Path, *, may_be_empty: bool = True) -> dict[str, Holder]:
+    """Holders by the digests of their tokens. Raises UserError.
+
+    may_be_empty: whether a file of no bytes is as good as one whose last token was removed; an editor or a full disk leaves one, too.
+    """
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", fix=f"Make a token: dd-datasetserver token add NAME --tokens {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'no text'}.", fix="Check --tokens.") from None
+    if lines == [_NOBODY]:
+        return {}
+    if not (lines or may_be_empty):
+        raise UserError(f"{path} holds no token.", fix=f"dd-datasetserver token add NAME --tokens {path}")
     matches = [_LINE.fullmatch(line) for line in lines]
     if None in matches:
         raise UserError(f"Line {matches.index(None) + 1} of {path} is not a token.", fix="Check --tokens, or remove that line.")
@@ -177,7 +186,7 @@ def _read(path: Path) -> dict[str, Holder]:
 def _write(path: Path, holders: dict[str, Holder]) -> None:
     """Replace the file at once, for its owner's eyes only."""
     lines = (f"{holder.name} {digest}{f' {holder.peers}' if holder.peers else ''}\n" for digest, holder in holders.items())
-    files.replace(path, "".join(lines).encode("ascii"), mode=0o600)
+    files.replace(path, ("".join(lines) or f"{_NOBODY}\n").encode("ascii"), mode=0o600)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from swarm.errors import UserError
 LEDGER = "ledger.sqlite"
 HOST_KEY = "host.key"
 SERVING = "serving.json"
+LOCK = "lock"
+"""Made by the first server that starts there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

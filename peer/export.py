@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.arguments import ArgumentParser
+from swarm.entries import ended_quietly
 from swarm.errors import UserError, run_program
 from swarm.interrupts import interruptible
 from swarm.logs import setup_logging
@@ -69,7 +70,8 @@ def main(argv: Sequence[str]) -> None:
     out = Path(config.out)
     if config.format != "diffusers" and out.suffix != ".safetensors":
         out = out.with_name(f"{out.name}.safetensors")
-    from peer.results.exporting import export  # with PyTorch, for which --help need not wait 5 s
+    with ended_quietly():
+        from peer.results.exporting import export  # with PyTorch, for which --help need not wait 5 s
 
     export(config, out)
     log.info("exported %s from %s", out, config.state)

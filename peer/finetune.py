@@ -74,7 +74,8 @@ def _train(peer: PeerConfig, given: dict) -> int:
     with ExitStack() as closing:
         group = RankGroup(rank, device)
         closing.callback(group.close)
-        with asked.before_it_begins() if rank.world == 1 else nullcontext():  # where one of several ranks ended, the others would fail
+        begins = asked.before_it_begins if rank.world == 1 else nullcontext  # where one of several ranks ended, the others would fail
+        with begins():
             joined = group.broadcast_object(resolve_run(peer.unmeasured, given) if group.is_main else None)
         from peer.launch.fitted import advised, fitted
 
@@ -89,9 +90,9 @@ def _train(peer: PeerConfig, given: dict) -> int:
             from peer.launch.launch import Launch
             from peer.wiring import assemble
 
-            trainer, results = assemble(
-                Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
-            )
+            launch = Launch(joined=joined, peer=peer, given=given, group=group, device=device, stopping=stop, closing=closing)
+            with begins():
+                trainer, results = assemble(launch)
             about = f"method={joined.run.method} learning_rate={joined.run.learning_rate:g}"
             machine = describe(rank, trainer.precision, threads, trainer.params, trainer.model.parts)
             log.info("training %s %s %s", joined.run.run_name, about, machine)

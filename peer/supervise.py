@@ -127,7 +127,7 @@ class Supervisor:
         forget_room(self._folder)
         self._trainer = trainer = Processes(self._arguments(), self._folder, ranks=ranks, output=output, tick=self._tick, program=self._program)
         if self._asked is not None:  # while it was being started
-            self._tell(signal.SIGTERM)
+            self._tell_to_stop()
         watchdog, memory, stalled = Watchdog(self._peer.stall_seconds, time.monotonic()), OutOfMemory(), ""
         looked = time.monotonic()
         while (code := trainer.poll()) is None and not stalled and time.monotonic() < self._kill_at:
@@ -158,19 +158,22 @@ class Supervisor:
             self._tick()
 
     def _hear(self, number: int, frame: object = None) -> None:
-        """The trainer stops cleanly; on a second wish at once, and if it hangs it is killed."""
+        """The trainer stops cleanly; on a second wish at once, and if it hangs it is killed.
+
+        It hears SIGTERM also for Ctrl-C: while it imports, for 5 to 10 s, that ends it without a traceback.
+        """
         now = time.monotonic()
         if self._asked is not None and now - self._asked >= _SAME_WISH_SECONDS:
             self._kill_at = min(self._kill_at, now + _LAST_SECONDS)
         elif self._asked is None and self._log_file:  # what the trainer says to it goes into the file
             os.write(2, (line("stopping; once more to stop at once.") + "\n").encode())
         self._asked = self._asked or now
-        self._tell(number)
+        self._tell_to_stop()
 
-    def _tell(self, number: int) -> None:
+    def _tell_to_stop(self) -> None:
         if self._trainer and self._trainer.poll() is None:
             self._told = True
-            self._trainer.signal(number)
+            self._trainer.signal(signal.SIGTERM)
 
 
 def _as_asked(end: End) -> bool:

@@ -119,9 +119,10 @@ class KnownHosts:
         expected = [self._given] if self._given else [known[name] for name in names if name in known]
         for other in expected:
             if other != key:
+                shown = 16 if key[:16] != other[:16] else None  # two that differ behind are shown whole
                 where = "as --host_key says" if self._given else f"as before ({self._path})"
                 raise UserError(
-                    f"{url} signs with the key {key[:16]}, not with {other[:16]} {where}: it is not the same host.",
+                    f"{url} signs with the key {key[:shown]}, not with {other[:shown]} {where}: it is not the same host.",
                     fix=f"Ask the host, another way than through this URL, whether its key is now {key}; if so, give that as --host_key.",
                     code=ExitCode.AUTH,
                 )

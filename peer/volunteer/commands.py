@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from peer.volunteer import resting
+from swarm.entries import ended_quietly
 from swarm.errors import UserError
 from swarm.options import nearest
 
@@ -18,7 +19,8 @@ def own_command(argv: Sequence[str]) -> Callable[[], int] | None:
         raise UserError(f"Unknown command {argv[0]}.", fix=f"{near} See --help.".lstrip())
     flags = {word.split("=")[0] for word in argv}
     if _CHECK in flags:
-        from peer.volunteer.check.command import main as check  # torch's and hivemind's import is for who needs them
+        with ended_quietly():
+            from peer.volunteer.check.command import main as check  # torch's and hivemind's import is for who needs them
 
         return lambda: check(argv)
     if _PURGE in flags:

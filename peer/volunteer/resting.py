@@ -20,6 +20,8 @@ from swarm.errors import ExitCode, UserError
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 FILE = "peer_state"
+_OF_A_PEER = ("supervised", "in_use.lock", "identity.key", "run.json")
+"""One of these is in the folder of a peer that was ever started."""
 _STATES = {"pause": "paused", "resume": "running"}
 VERBS = tuple(_STATES)
 _HOURS = re.compile(r"(\d{1,2})(?::(\d{2}))?-(\d{1,2})(?::(\d{2}))?")
@@ -111,6 +113,8 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(parser.parse_args(argv[1:]).output_dir)
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Give the peer's --output_dir.")
+    if not any((folder / name).exists() for name in _OF_A_PEER):  # an order in another folder is lost
+        raise UserError(f"No peer has run in {folder}.", fix="Give the peer's --output_dir.")
     try:
         files.replace(folder / FILE, f"{_STATES[verb]}\n".encode("ascii"))
     except OSError as error:

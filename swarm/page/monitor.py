@@ -76,7 +76,7 @@ async def _serve(args: argparse.Namespace, sock: socket.socket) -> None:
         await asyncio.wait({first, stopping}, return_when=asyncio.FIRST_COMPLETED)
         await end_tasks(stopping)
         if stop.is_set():
-            return
+            return await end_tasks(first)
         first.result()
         watch = Watch(eyes.look, History(Path(args.history) if args.history else None))
         runner = web.AppRunner(make_app(watch), access_log=None, shutdown_timeout=1.0)

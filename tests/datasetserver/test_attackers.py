@@ -10,7 +10,9 @@ import pytest
 
 from datasetserver.__main__ import cli
 from datasetserver.app import ENDPOINTS
+from datasetserver.heads import _named
 from datasetserver.tokens import add, remove
+from swarm.errors import UserError
 from swarm.protocol import LeaseAnswer
 from swarm.signed_request import Signer
 from tests.datasetserver.hosting import Host, until
@@ -198,6 +200,13 @@ def test_many_invented_peers_hold_no_more_than_one(host, rng):
     assert send(host, "bob", "bob", "/v1/leases", want_samples=1)[0] == 201
 
 
+def test_a_beginning_that_two_states_share_is_no_name_for_either():
+    one, two = ("0123456789" + letter * 54 for letter in "ab")
+    assert _named(one[:11], {one, two}) == one and _named(two, {one, two}) == two
+    with pytest.raises(UserError, match=f"2 states begin with 01234567: {one}, {two}"):
+        _named("01234567", {one, two})
+
+
 def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, capsys):
     honest, count = first_round(host)
     work = ["--dataset", str(host.dataset)]
@@ -214,7 +223,7 @@ def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, cap
     assert re.match(rf"head {forged[-1]} round=8 reported={samples} counted={samples} by {id_of('mallory')}$", line), line
     assert cli(["discard", *work, forged[0]]) == 2
     assert f"forget state {forged[0]} of round 2 and what follows from it: 7 states, which by their reports add {samples - count} samples to {count}" in capsys.readouterr().err
-    assert cli(["discard", *work, forged[0], "--yes", "--reason", "nobody trained it"]) == 0
+    assert cli(["discard", *work, forged[0][:8], "--yes", "--reason", "nobody trained it"]) == 0
     until(lambda: not ask(host, "alice", "/v1/progress")["finished"])
     assert ask(host, "alice", "/v1/run")["head"]["digest"] == honest
     (said,) = ask(host, "alice", "/v1/run")["bans"]
@@ -232,6 +241,8 @@ def test_a_forged_head_is_named_and_discarded_and_the_run_goes_on(host, rng, cap
     assert host.stop() == 0
     capsys.readouterr()
     assert cli(["heads", *work]) == 0 and capsys.readouterr().out.startswith(f"head {honest} ")
+    assert cli(["discard", *work, forged[0][:16]]) == 0 and capsys.readouterr().out == f"state {forged[0]} is discarded already\n"
+    assert cli(["discard", *work, honest[:7]]) == 2 and "not the digest of a state" in capsys.readouterr().err
     assert cli(["discard", *work, "no digest", "--yes"]) == 2 and "not the digest of a state" in capsys.readouterr().err
     assert cli(["discard", *work, "0" * 64, "--yes"]) == 2 and "Nobody has reported" in capsys.readouterr().err
     assert cli(["heads", "--work_dir", str(host.tokens_file)]) == 2

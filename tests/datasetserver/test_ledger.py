@@ -7,14 +7,18 @@ import time
 import pytest
 
 from datasetserver.book import Book
-from datasetserver.ledger import Ledger, stored_run
+from datasetserver.ledger import Ledger, Writer, stored_run
 from datasetserver.refused import Refused
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 
 
 def open_ledger(path, run_name="digits"):
-    return Ledger(path, run=RunConfig(run_name=run_name), make_book=lambda db: Book(db, shards=[64] * 500, seed=1, clock=time.monotonic))
+    return Ledger(path, run=RunConfig(run_name=run_name), make_book=a_book)
+
+
+def a_book(db):
+    return Book(db, shards=[64] * 500, seed=1, clock=time.monotonic)
 
 
 async def lease(ledger, peer="alice"):
@@ -45,6 +49,28 @@ def test_a_full_disk_is_told_and_nothing_of_the_request_remains(tmp_path):
         again.close()
 
     asyncio.run(scenario())
+
+
+def test_a_full_disk_is_one_line_a_minute_until_it_takes_something_and_a_fault_of_ours_is_told_each_time(tmp_path, caplog):
+    def leases(book):
+        for number in range(2000):
+            book.lease(f"peer {number}", 8)
+
+    def commit(operation=leases, pages=0):
+        db.execute(f"PRAGMA max_page_count = {pages or 1_000_000}")
+        caplog.clear()
+        writer.commit([operation])
+        return [(record.message, bool(record.exc_info)) for record in caplog.records]
+
+    db, now = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None), [100.0]
+    writer = Writer(db, where="here", run=RunConfig(), make_book=a_book, clock=lambda: now[0])
+    full = [("cannot write the ledger: none of 1 requests was done (database or disk is full)", False)]
+    assert commit(pages=1) == full and commit(pages=1) == []
+    now[0] += 60
+    assert commit(pages=1) == full
+    assert commit(lambda book: None) == [] and commit(pages=1) == full
+    assert [commit(lambda book: 1 / 0) for _ in range(2)] == 2 * [[("cannot write the ledger: none of 1 requests was done (division by zero)", True)]]
+    db.close()
 
 
 def test_a_refusal_does_not_touch_those_it_was_asked_with(tmp_path):

@@ -8,6 +8,7 @@ from datasetserver.__main__ import cli
 from datasetserver.orders import Orders, give
 from swarm.end import End
 from swarm.errors import UserError
+from swarm.files import lock_folder
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host, until
 from tests.datasetserver.test_http import call, envelope, keys_of, lease, refused
@@ -35,6 +36,15 @@ def test_an_order_that_cannot_be_given_is_a_users_error(tmp_path):
     with pytest.raises(UserError, match="Cannot write"):
         give(tmp_path / "nowhere", "paused")
     assert cli(["pause"]) == cli(["end", "--dataset", str(tmp_path / "nowhere")]) == 2
+
+
+def test_an_order_to_a_folder_that_is_no_servers_is_refused(tmp_path, capsys):
+    """It was written there, said to be in force, and read by nobody."""
+    for words in (["pause"], ["extend", "--total_samples", "40"]):
+        assert cli([*words, "--work_dir", str(tmp_path)]) == 2
+        said = capsys.readouterr()
+        assert said.err == f"error: No server was ever started on {tmp_path}. Give the server's --dataset or --work_dir.\n" and not said.out
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_paused_run_says_so_and_an_ended_one_stays_ended(tmp_path):
@@ -89,6 +99,7 @@ def test_a_run_is_extended_by_its_host_and_peers_are_told_with_its_signature(tmp
 
 
 def test_what_is_no_run_or_no_number_is_not_extended(tmp_path, capsys):
+    lock_folder(tmp_path).close()
     assert cli(["extend", "--work_dir", str(tmp_path), "--total_samples", "40"]) == 2 and "No run has begun" in capsys.readouterr().err
     now = [0.0]
     orders = Orders(tmp_path, clock=lambda: now[0])

@@ -47,7 +47,7 @@ def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_f
     clock.now += LOOK_SECONDS
     assert (tokens.holder(alice), tokens.holder(bob)) == (None, Holder("bob"))
     kept = file.read_bytes()
-    for wrong in (b"bob\n", b"\xff\n", None):
+    for wrong in (b"bob\n", b"\xff\n", b"", None):
         file.unlink() if wrong is None else file.write_bytes(wrong)
         clock.now += LOOK_SECONDS
         with pytest.raises(Refused, match="cannot tell") as refused:
@@ -58,6 +58,17 @@ def test_a_running_server_sees_tokens_come_and_go_and_lets_nobody_in_while_the_f
     file.write_bytes(kept)
     clock.now += LOOK_SECONDS
     assert tokens.holder(bob) == Holder("bob")
+
+
+def test_whose_token_was_the_last_and_is_removed_hears_so_and_does_not_wait(tmp_path):
+    file, clock = tmp_path / "tokens", Clock()
+    alice = add(file, "alice")
+    tokens = Tokens(file, clock)
+    remove(file, "alice")
+    clock.now += LOOK_SECONDS
+    assert tokens.holder(alice) is None and names(file) == []
+    bob = add(file, "bob")
+    assert Tokens(file).holder(bob) == Holder("bob")
 
 
 def test_two_that_add_at_once_both_stay(tmp_path):
@@ -72,6 +83,9 @@ def test_two_that_add_at_once_both_stay(tmp_path):
 def test_mistakes_are_named(tmp_path):
     file = tmp_path / "tokens"
     with pytest.raises(UserError, match="token add NAME"):
+        Tokens(file)
+    file.touch()
+    with pytest.raises(UserError, match=r"tokens holds no token\. dd-datasetserver token add NAME --tokens"):
         Tokens(file)
     add(file, "alice")
     for act, match in [

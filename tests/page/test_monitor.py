@@ -1,6 +1,9 @@
 """dd-monitor as a program: the page of a run from what its peers say, without a server; and what it says when it cannot."""
 
 import asyncio
+import contextlib
+import gc
+import os
 import re
 import signal
 import time
@@ -9,7 +12,7 @@ import aiohttp
 import pytest
 
 from swarm.dht import SwarmNode
-from swarm.errors import ExitCode
+from swarm.errors import ExitCode, UserError
 from swarm.listening import listen
 from swarm.page import monitor
 from swarm.records import PeerRecord, RunRecord
@@ -78,6 +81,22 @@ def test_a_peer_that_is_none_is_one_line_that_says_so(flags, words, capsys):
 def test_a_peer_that_does_not_answer_ends_it_with_the_reason(capsys):
     assert monitor.cli(["--peers", NOBODY, "--port", "0", "--timeout", "1"]) == ExitCode.NETWORK
     assert "answer" in capsys.readouterr().err
+
+
+def test_a_stop_while_it_joins_is_no_fault_though_nobody_answers(monkeypatch, capfd):
+    @contextlib.contextmanager
+    def asking(*args, **options):
+        def look():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+            raise UserError("nobody answers.", fix="Ask another.")
+
+        yield look
+
+    monkeypatch.setattr(monitor.status, "asking", asking)
+    assert monitor.cli(["--peers", NOBODY, "--port", "0"]) == 0
+    gc.collect()
+    assert "never retrieved" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_said_before_anybody_is_asked(capsys):

@@ -203,6 +203,24 @@ def training(output):
     return (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0
 
 
+ASSEMBLES = f"""
+import sys, time
+from peer import finetune, wiring
+wiring.assemble = lambda launch: print("assembling", flush=True) or time.sleep(1000)
+sys.argv[0] = {SCRIPT!r}
+sys.exit(finetune.cli())
+"""
+
+
+def test_ctrl_c_while_a_model_is_loaded_ends_a_peer_at_once(flags, tmp_path):
+    log = tmp_path / "log"
+    process = forked(*flags, log=log, program=["-c", ASSEMBLES])
+    wait_for(lambda: "assembling" in log.read_text() or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    code, said = ended(process, log, 60)
+    assert code == 0 and said.endswith("stopped before it began.\n"), said
+
+
 def test_sigint_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path):
     log = tmp_path / "log"
     process = forked(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, log=log)

@@ -1,8 +1,10 @@
 """What all six programs say alike."""
 
 import configparser
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,16 @@ def test_every_program_says_its_version_and_calls_itself_by_what_people_type(nam
     version, helped, _ = said(name, where, "--version", "--help")
     assert version.strip() == f"distributed-diffusion {VERSION}"
     assert helped.lstrip().startswith(f"usage: {name} ")
+
+
+@pytest.mark.parametrize(("name", "where"), programs())
+def test_ctrl_c_while_a_program_imports_prints_no_traceback(name, where):
+    module, function = where.split(":")
+    code = f"import sys; from {module} import {function}; print(flush=True); sys.exit({function}())"
+    words = [sys.executable, "-c", code, "http://127.0.0.1:1"]
+    with subprocess.Popen(words, cwd=SETUP.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=100)
+    assert process.returncode and len(said.splitlines()) <= 1, said

@@ -34,6 +34,13 @@ def test_a_key_that_cannot_be_written_is_a_users_error(tmp_path):
     assert raised.value.code == ExitCode.DISK
 
 
+def test_a_key_that_differs_behind_its_first_16_digits_is_shown_whole(tmp_path):
+    key = "a" * 64
+    for given, shown in ((key[:-1] + "b", (key, key[:-1] + "b")), ("b" + key[1:], (key[:16], "b" + key[1:16]))):
+        with pytest.raises(UserError, match=f"signs with the key {shown[0]}, not with {shown[1]} as --host_key says"):
+            KnownHosts(tmp_path / "known", given).check(URL, RUN, key)
+
+
 def test_a_drawn_key_is_in_no_file_before_it_is_kept(tmp_path):
     path = tmp_path / "host.key"
     drawn = HostKey(path, missing="draw")

@@ -44,6 +44,7 @@ class Outbox:
         result: Callable[[Future, float], str] = Future.result,
     ):
         self._unsaid, self._news, self._hear, self._result, self._lock = unsaid, news, hear, result, threading.Lock()
+        self._disk_failed = False
         self._letters: deque[Letter] = deque(Letter(_path_of(body), body, on_disk=True) for body in unsaid.letters())
 
     def __len__(self) -> int:
@@ -72,9 +73,11 @@ class Outbox:
             if letter.path == ROUNDS and not letter.on_disk:
                 try:
                     self._unsaid.keep(letter.body)
-                    letter.on_disk = True
+                    letter.on_disk, self._disk_failed = True, False
                 except UserError as error:
-                    log.warning("cannot keep the reports that wait, so a kill would lose them: %s", error.message)
+                    if not self._disk_failed:  # 35 tries a second while the server is away
+                        log.warning("cannot keep the reports that wait, so a kill would lose them: %s", error.message)
+                    self._disk_failed = True
                     return
 
     def answered(self, letter: Letter, seconds: float) -> str | None:

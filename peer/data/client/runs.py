@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from pydantic import ValidationError
@@ -30,11 +31,13 @@ def fetch_run(
     """Ask a server what it serves, None if nothing was founded there yet; tries again for `timeout` seconds while nobody answers.
 
     Raises UserError (exit code NETWORK) when nobody answers, it is no dataset server, of another version, or has another run; with code
-    AUTH when it wants another token, or what it says is not signed by its host, or by another host than `known_hosts` has.
+    AUTH when it wants another token, or what it says is not signed by its host, or by another host than `known_hosts` has; with code
+    CONFIG when the URL has a path that the server does not know, or is https where it is http.
     """
     reply = asyncio.run(_ask("GET", url, "/v1/run", None, timeout, token))
     if reply.status == 404 and reply.code == "no_run":
         return None
+    _refuse_path(url, reply)
     if reply.error:
         raise UserError(f"{url}: {reply.error.message}", fix=reply.error.fix, code=ExitCode.NETWORK)
     return check_run(url, reply.status, reply.body, run_id, known_hosts)
@@ -154,15 +157,22 @@ async def _ask(method: str, url: str, path: str, body: Any, timeout: float, toke
             pause = min(2 * pause, 2.0)
 
 
+def _refuse_path(url: str, reply: Reply) -> None:
+    """Raise UserError for a path behind host and port that nobody serves. A proxy may serve one, so it is asked first."""
+    path = urlsplit(url).path.strip("/")
+    if path and reply.status == 404 and reply.code in ("", "not_found"):
+        short = url.rstrip("/").removesuffix(f"/{path}")
+        raise UserError(f"{url} has no dataset server (status 404).", fix=f"Write {short}, if that is what the host said.")
+
+
 def _refuse_hopeless(url: str, error: BaseException | None) -> None:
     """Raise UserError for what trying again cannot mend."""
     if isinstance(error, aiohttp.InvalidURL):
         raise UserError(f"'{url}' is not a URL.", fix="It looks like http://203.0.113.7:9090.", code=ExitCode.NETWORK) from None
     if isinstance(error, aiohttp.ClientSSLError) and "WRONG_VERSION_NUMBER" in str(error):
         raise UserError(
-            f"{url} does not speak https.", fix=f"Write http://{url.removeprefix('https://')}, if that is what the host said.",
-            code=ExitCode.NETWORK,
-        ) from None  # fmt: skip
+            f"{url} does not speak https.", fix=f"Write http://{url.removeprefix('https://')}, if that is what the host said."
+        ) from None
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         reason = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
         raise UserError(

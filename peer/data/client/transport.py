@@ -29,12 +29,12 @@ _NO_TOTAL = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=60)
 class ServerAway(Exception):
     """No answer, or one that says to try later: not before `wait_seconds` have passed, where it says when.
 
-    busy: the server is there and well, and wants us to wait.
+    busy: the server is there and well, and wants us to wait. paused: because its host has paused the run.
     """
 
-    def __init__(self, message: str, wait_seconds: float = 0.0, *, busy: bool = False):
+    def __init__(self, message: str, wait_seconds: float = 0.0, *, busy: bool = False, paused: bool = False):
         super().__init__(message)
-        self.wait_seconds, self.busy = wait_seconds, busy
+        self.wait_seconds, self.busy, self.paused = wait_seconds, busy or paused, paused
 
 
 class Refusal(Exception):
@@ -112,8 +112,10 @@ def checked(reply: Reply) -> Reply:
     error, wait = reply.error, retry_after(reply.headers)
     if error is None:
         raise ServerAway(f"status {reply.status} and something that is not an answer of a dataset server", wait)
+    if error.code == "run_paused":
+        raise ServerAway(error.message, wait, paused=True)
     if reply.status >= 500 or reply.status == 429:
-        raise ServerAway(f"status {reply.status}: {error.message}", wait, busy=reply.status == 429 or error.code == "run_paused")
+        raise ServerAway(f"status {reply.status}: {error.message}", wait, busy=reply.status == 429)
     raise Refusal(reply.status, error)
 
 
@@ -131,17 +133,25 @@ class Backoff:
     """Pauses between tries: 1, 2, 4 .. 30 seconds, each with jitter, and at least what the server asks for; just that while it is only busy."""
 
     def __init__(self, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep, uniform: Callable[[float, float], float] = random.uniform):
-        self._sleep, self._uniform, self._seconds, self._told = sleep, uniform, FIRST_PAUSE_SECONDS, False
+        self._sleep, self._uniform, self._seconds, self._told = sleep, uniform, FIRST_PAUSE_SECONDS, ""
 
     async def wait(self, what: str, away: ServerAway) -> None:
-        log.log(logging.DEBUG if self._told else logging.WARNING, "the dataset server is away (%s): %s", what, away)
-        self._told = True
+        self._tell(what, away)
         asked_for = away.wait_seconds * self._uniform(1.0, 1 + JITTER)
         if away.busy and asked_for:  # it is well and says when: after a pause of a minute the run goes on in seconds for everybody
             return await self._sleep(asked_for)
         pause = self._seconds * self._uniform(1 - JITTER, 1 + JITTER)
         await self._sleep(max(pause, asked_for))
         self._seconds = min(2 * self._seconds, LONGEST_PAUSE_SECONDS)
+
+    def _tell(self, what: str, away: ServerAway) -> None:
+        """Why we wait, aloud only where that is another reason than before."""
+        before, self._told = self._told, "paused" if away.paused else "away"
+        level = logging.DEBUG if self._told == before else logging.INFO if away.paused else logging.WARNING
+        if away.paused:
+            log.log(level, "%s; waiting", str(away).rstrip("."))
+        else:
+            log.log(level, "the dataset server is away (%s): %s", what, away)
 
 
 class Transport:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import json
 import random
+import shutil
 from collections import deque
 from concurrent.futures import TimeoutError as FutureTimeout
 
@@ -13,7 +15,7 @@ from aiohttp import web
 
 from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import CONTRIBUTIONS, PROOFS, ROUNDS, Outbox
-from peer.data.client.transport import Backoff, Refusal, ServerAway, Transport, retry_after
+from peer.data.client.transport import Backoff, Refusal, Reply, ServerAway, Transport, checked, retry_after
 from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
@@ -154,15 +156,20 @@ def test_the_hosts_words_that_come_with_the_answer_to_a_proof_are_heard(tmp_path
     assert heard == [word] and not outbox
 
 
-def test_a_report_that_the_disk_does_not_take_waits_in_memory(tmp_path):
+def test_a_report_that_the_disk_does_not_take_waits_in_memory_and_that_is_said_once(tmp_path, caplog):
     unsaid = Unsaid(tmp_path / "no folder" / "unsaid.jsonl")
     outbox = Outbox(unsaid, news=lambda: None)
     outbox.put(ROUNDS, {"round": 1, "members": []})
-    outbox.keep_rounds()
-    assert len(outbox) == 1 and not unsaid.letters()
+    for _ in range(3):
+        outbox.keep_rounds()
+    assert len(outbox) == 1 and not unsaid.letters() and caplog.text.count("cannot keep the reports") == 1
     (tmp_path / "no folder").mkdir()
     outbox.keep_rounds()
     assert unsaid.letters() == [{"round": 1, "members": []}], "once there is room"
+    outbox.put(ROUNDS, {"round": 2, "members": []})
+    shutil.rmtree(tmp_path / "no folder")
+    outbox.keep_rounds()
+    assert caplog.text.count("cannot keep the reports") == 2, "full anew"
 
 
 def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_shorter_than_the_server_asks():
@@ -188,6 +195,26 @@ def test_pauses_grow_to_half_a_minute_differ_from_peer_to_peer_and_are_never_sho
         assert min(pauses(random.Random(seed).uniform, wait=17.0)) >= 17
         paused = pauses(random.Random(seed).uniform, wait=5.0, busy=True)
         assert min(paused) >= 5 and max(paused) <= 6.25, "a run that was paused for long goes on as soon as one paused for a moment"
+
+
+def test_a_run_that_its_host_has_paused_is_news_and_no_outage(caplog):
+    async def no_time(seconds):
+        pass
+
+    async def pauses():
+        backoff = Backoff(no_time)
+        for reply in (paused, paused, away, away, paused):
+            with pytest.raises(ServerAway) as raised:
+                checked(reply)
+            await backoff.wait("/v1/leases", raised.value)
+
+    caplog.set_level("INFO")
+    error = {"code": "run_paused", "message": "The host has paused the run at 96 samples.", "fix": "Wait."}
+    paused, away = Reply(503, json.dumps({"error": error}).encode(), {"Retry-After": "5"}), Reply(502, b"no", {})
+    asyncio.run(pauses())
+    told = ("INFO", "The host has paused the run at 96 samples; waiting")
+    (first, second, last) = [(record.levelname, record.message) for record in caplog.records]
+    assert first == last == told and second[0] == "WARNING" and second[1].startswith("the dataset server is away (/v1/leases): status 502")
 
 
 @pytest.mark.parametrize(

@@ -491,8 +491,13 @@ def test_a_mistyped_url_is_told_before_anybody_waits_for_an_answer(option, url, 
 
 def test_https_to_a_server_without_it_is_told_in_words(founded):
     url = founded.url.replace("http://", "https://")
-    refused = refusal(f"{url} does not speak https", "--datasetserver", url, code=ExitCode.NETWORK)
+    refused = refusal(f"{url} does not speak https", "--datasetserver", url, code=ExitCode.CONFIG)
     assert f"Write {founded.url}" in refused.fix
+
+
+def test_a_path_behind_a_servers_port_is_a_mistake_that_no_restart_mends(founded):
+    refused = refusal(f"{founded.url}/page/ has no dataset server", "--datasetserver", f"{founded.url}/page/", code=ExitCode.CONFIG)
+    assert refused.fix == f"Write {founded.url}, if that is what the host said."
 
 
 def test_addresses_quoted_as_one_word_are_several(tmp_path):

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -59,6 +60,7 @@ def sidecar(monkeypatch, tmp_path):
         monkeypatch.setattr(SidecarProcess, "_start", begin)
         process = SidecarProcess(opening=lambda: None, handle=handle)
         assert process._port.receive(60) == Pulse()  # it runs
+        process._has_started = True
         return process
 
     return start
@@ -78,6 +80,14 @@ def test_a_sidecar_that_shows_no_life_is_killed_and_that_is_said(sidecar, monkey
     monkeypatch.setattr(sidecar_process, "CLOSE_SECONDS", 1.0)
     process.close()
     assert process.ended and not (tmp_path / "state").exists() and "did not end by itself" in caplog.text
+
+
+def test_a_sidecar_that_has_never_joined_is_killed_at_once_without_a_word(sidecar, caplog):
+    process = sidecar("silent")
+    process._has_started = False
+    began = time.monotonic()
+    process.close()
+    assert process.ended and time.monotonic() - began < 5 and not caplog.text
 
 
 def test_the_last_words_of_a_sidecar_that_had_died_before_it_was_closed_are_heard(sidecar):

@@ -53,6 +53,7 @@ def test_an_order_is_followed_within_a_second_and_a_peer_started_later_follows_i
     now = [0.0]
     resting = Resting(tmp_path, clock=lambda: now[0])
     assert not resting()
+    (tmp_path / "in_use.lock").touch()
     assert main(["pause", "--output_dir", str(tmp_path)]) == 0 and "paused" in capsys.readouterr().out
     assert not resting()
     now[0] += 1
@@ -70,6 +71,7 @@ def test_an_order_is_followed_within_a_second_and_a_peer_started_later_follows_i
 def test_an_order_rules_within_the_hours_too(tmp_path):
     resting = Resting(tmp_path, "22-7", clock=lambda: 0.0, wall=lambda: at("23:00"))
     assert not resting()
+    (tmp_path / "in_use.lock").touch()
     main(["pause", "--output_dir", str(tmp_path)])
     assert Resting(tmp_path, "22-7", clock=lambda: 0.0, wall=lambda: at("23:00"))()
 
@@ -77,3 +79,5 @@ def test_an_order_rules_within_the_hours_too(tmp_path):
 def test_an_order_for_a_peer_that_is_not_there_is_a_mistake(tmp_path, capsys):
     assert main(["pause", "--output_dir", str(tmp_path / "nowhere")]) == ExitCode.CONFIG
     assert "There is no folder" in capsys.readouterr().err
+    assert main(["pause", "--output_dir", str(tmp_path)]) == ExitCode.CONFIG
+    assert capsys.readouterr().err == f"error: No peer has run in {tmp_path}. Give the peer's --output_dir.\n" and not list(tmp_path.iterdir())
