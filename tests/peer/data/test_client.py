@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import logging
 import random
 import shutil
 from collections import deque
@@ -212,9 +213,9 @@ def test_a_run_that_its_host_has_paused_is_news_and_no_outage(caplog):
     error = {"code": "run_paused", "message": "The host has paused the run at 96 samples.", "fix": "Wait."}
     paused, away = Reply(503, json.dumps({"error": error}).encode(), {"Retry-After": "5"}), Reply(502, b"no", {})
     asyncio.run(pauses())
-    told = ("INFO", "The host has paused the run at 96 samples; waiting")
-    (first, second, last) = [(record.levelname, record.message) for record in caplog.records]
-    assert first == last == told and second[0] == "WARNING" and second[1].startswith("the dataset server is away (/v1/leases): status 502")
+    told = (logging.INFO, "The host has paused the run at 96 samples; waiting")
+    (first, second, last) = [(record.levelno, record.message) for record in caplog.records]
+    assert first == last == told and second[0] == logging.WARNING and second[1].startswith("the dataset server is away (/v1/leases): status 502")
 
 
 @pytest.mark.parametrize(
