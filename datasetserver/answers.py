@@ -10,10 +10,9 @@ from pydantic import BaseModel, ValidationError
 from datasetserver.refused import Refused
 from swarm import protocol
 from swarm.digest import canonical_json
+from swarm.unpacking import MOST_FAULTS
 
 Request = TypeVar("Request", bound=protocol.Message)
-MOST_DESCRIBED = 16
-"""More faults of one body than these are counted: to describe those of 1.6 MB took 3 s and 918 MB."""
 BODY_SECONDS = 30.0
 """A body that has not arrived by then is refused: the largest is 8 MiB, which takes 7 s at 10 Mbit/s."""
 _LATER_SECONDS = "5"
@@ -88,7 +87,7 @@ def parse(body: bytes, model: type[Request]) -> Request:
     try:
         return model.model_validate_json(body)
     except ValidationError as fault:
-        if fault.error_count() > MOST_DESCRIBED:
+        if fault.error_count() > MOST_FAULTS:
             raise Refused(422, "bad_request", f"{fault.error_count()} values do not fit.", "Send what docs/http.md describes.") from None
         first = fault.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])[:200]

@@ -150,7 +150,7 @@ def _cut(batches: Batches, keeper: Writer | NoKeeper, loaded: Iterable[tuple[Pai
 
 
 def _refuse_unfit(source: Source, policy: Policy, trained: Sequence[Shard], held_out: Sequence[Shard], aside: int, rejected: Faults) -> None:
-    """Raise UserError for a new dataset of which nothing is left to train on, or nothing to hold out. aside: pictures that were to be held out."""
+    """Raise UserError where a new dataset has nothing to train on, or nothing to hold out. aside: pictures that were to be held out."""
     if not trained and held_out:
         raise unfit(policy.held_out, aside, aside)
     if not trained:

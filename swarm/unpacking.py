@@ -9,8 +9,8 @@ DEEPEST = 16
 """A state's header, the deepest that we send, has 6 levels. msgpack itself takes 1,023, which Python can then neither print nor pack
 again: `str` of such a value is a RecursionError wherever a log line quotes it."""
 
-_MOST_FAULTS = 16
-"""More than these are counted and not described: describing 100,000 takes a second."""
+MOST_FAULTS = 16
+"""More than these are counted and not described: describing 100,000 takes a second, and those of 1.6 MB of a run 3 s and 918 MB."""
 _CONTAINERS = (dict, list)
 """All that msgpack makes, and nothing derived from them."""
 _OPENING = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
@@ -30,7 +30,7 @@ def unpack(data: bytes | bytearray) -> Any:
 
 def fault(error: ValidationError) -> str:
     """The first thing that is wrong, where, and what was there instead; one line."""
-    if error.error_count() > _MOST_FAULTS:
+    if error.error_count() > MOST_FAULTS:
         return f"{error.error_count()} values that do not fit"
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:80]

@@ -90,7 +90,7 @@ def serving():
 
 
 def test_no_server_sends_its_peers_to_another_machine(serving):
-    """A host could have all volunteers ask whom it names, or what is in their own network."""
+    """A host could have all volunteers call any address, also one of their own network."""
     asked = []
 
     class Victim(Answer):
