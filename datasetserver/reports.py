@@ -45,6 +45,7 @@ class Reports:
         """The newest state of the head's chain that we know peers of two owners to stand behind; '': none."""
         self.tree = StateTree(registered, most)
         for state in store.states():
+            state.owners = len(self._witnesses(state))
             self.tree.add(state)
 
     def add(self, state: State, reporter: str) -> News:
@@ -68,7 +69,10 @@ class Reports:
         another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
         if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):
             known.reporters.append(reporter)
+            known.owners = len(self._witnesses(known))
             self._store.set_state(known)
+            if self.tree.prefers(known):
+                return News.REDRAWN
         return News.BACKED if another else News.NOTHING
 
     def _add_another_story(self, state: State, reporter: str) -> News:

@@ -21,8 +21,8 @@ _FEWEST_COUNTED = 64
 class State:
     """A final state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
 
-    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided. counted: the samples that the
-    ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
+    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided. owners: how many the reporters
+    have. counted: the samples that the ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
     """
 
     digest: str
@@ -32,6 +32,7 @@ class State:
     members: tuple[tuple[str, int, int], ...]
     reporters: list[str] = field(default_factory=list)
     bridge: str | None = None
+    owners: int = 1
     counted: int = 0
     gaps: int = 0
 
@@ -106,6 +107,12 @@ class StateTree:
         """A contribution was registered after a state that has it was reported."""
         if digests := self._having.get(pair):
             self._count_from(*(self._states[digest] for digest in digests))
+
+    def prefers(self, state: State) -> bool:
+        """Whether `state`, of which more peers have told us now, is the head by that."""
+        moved = state is not self.head and _rank(state) > _rank(self.head)
+        self.head = state if moved else self.head
+        return moved
 
     def children(self, digest: str) -> list[State]:
         """Those that are said to follow it."""
@@ -291,10 +298,11 @@ def spare(tree: StateTree, states: Iterable[State], most_members: int) -> State 
     return min((state for state in extra if state.digest in tips), key=_rank, default=None)
 
 
-def _rank(state: State) -> tuple[int, int, int, int, int]:
+def _rank(state: State) -> tuple[int, ...]:
     """More counted samples; then fewer gaps. Where nothing is counted (peers bring their own data): the later round, then more samples.
 
-    Else the earlier round: a state that adds nothing the ledger knows of waits until one after it does.
+    Else the earlier round: a state that adds nothing the ledger knows of waits until one after it does. Of two means of one group, of which a
+    reducer has told both, that which more owners stand on, then more peers.
     """
     later = -state.round if state.counted else state.round
-    return state.counted, -state.gaps, later, state.samples, -int(state.digest, 16)
+    return state.counted, -state.gaps, later, state.samples, state.owners, len(state.reporters), -int(state.digest, 16)

@@ -380,6 +380,22 @@ def test_the_head_is_the_state_with_more_samples_then_the_smaller_digest(book):
     assert book.add_final(state("d", "c", 2, 6, ("bob", 2, 1)), "bob").digest == digest("d")
 
 
+def test_of_two_means_of_one_group_the_head_is_the_one_that_more_owners_stand_on_then_more_peers(book, db, clock):
+    """A reducer that lies in the last round has told two: no round after it decides which one the run has."""
+    mallory, bob = Sender("mallory", ("mallory", "bob")), Sender("bob", ("mallory", "bob"))
+    for peer in ("m1", "m2", "m3"):
+        book.admit(peer, mallory)
+    book.admit("bob", bob)
+    members = ("alice", 1, 5), ("bob", 1, 5)
+    assert book.add_final(state("a", None, 1, 10, *members), "m1").digest == digest("a")
+    assert book.add_final(state("b", None, 1, 10, *members), "m2").digest == digest("a")
+    assert book.add_final(state("b", None, 1, 10, *members), "m3").digest == digest("b")  # two peers, one owner
+    assert book.add_final(state("a", None, 1, 10, *members), "m3").digest == digest("a")
+    assert book.add_final(state("b", None, 1, 10, *members), "bob").digest == digest("b")
+    assert book.add_final(state("a", None, 1, 10, *members), "m2").digest == digest("b")  # three peers, and still one owner
+    assert reopen(book, db, clock).tree.head.digest == digest("b")
+
+
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
     lease = book.lease("alice", 1)

@@ -25,8 +25,8 @@ def test_a_reducer_that_gives_one_member_another_mean_is_banned_within_twenty_ro
 
 
 def test_peers_that_die_and_lose_their_disks_are_not_framed_by_a_reducer_that_lies():
-    strikes = "failpoint@60/1(name=mean_complete,action=power,seconds=5);failpoint@90/2(name=outer_step,action=kill,seconds=5)"
-    world = World(Scenario(seed=10, peers=4, hours=0.03, members=True, two_faced=True, strikes=parse_strikes(strikes)))
+    strikes = "failpoint@60/1(name=mean_complete,action=power,seconds=5);failpoint@120/2(name=outer_step,action=kill,seconds=5)"
+    world = World(Scenario(seed=10, peers=4, hours=0.05, members=True, two_faced=True, strikes=parse_strikes(strikes)))
     outcome = world.play()
     assert_holds(outcome)
     assert outcome.failpoints == {"mean_complete": 1, "outer_step": 1} and world.checks.lies.proven.keys() <= world.strangers
