@@ -124,7 +124,7 @@ CLAIMS: Mapping[str, Claim] = {
         "The simulator finds mistakes that were made on purpose",
         "./scripts/mutants",
         "all of them, each within 60 s",
-        lambda said: f"{said['found']} of {said['of']}",
+        lambda said: ", not ".join([f"{said['found']} of {said['of']}", *(one["name"] for one in said["mutations"] if not one["promise"])]),
         lambda said: said["found"] == said["of"],
     ),
     "fuzz": Claim(

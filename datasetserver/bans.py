@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> None:
     if verb == "trust" and (missing := TRUSTED_NEEDED - len(_bans(work_dir, run).trusted)) > 0:
         print(f"others average, too, until you trust {missing} more that can be dialled", file=sys.stderr)
     if verb == "ban" and tokens.get(peer):
-        print(f"its token is '{tokens[peer]}': dd-datasetserver token remove {tokens[peer]} keeps it from coming back under another id", file=sys.stderr)
+        hint = f"dd-datasetserver token remove {tokens[peer]} --tokens FILE keeps it from coming back under another id"
+        print(f"its token is '{tokens[peer]}': {hint}", file=sys.stderr)
 
 
 def _arguments(verb: str, argv: Sequence[str]) -> argparse.Namespace:

@@ -173,7 +173,7 @@ def _changed(source: Source, listing: Listing, policy: Policy, shard_samples: in
             )
     return UserError(
         f"{source} or how to read it has changed since the run in {work_dir} began.",
-        fix="Add --grow to train what is new from the next epoch on, or another --work_dir for a new run.",
+        fix="Add --grow: what is new is trained from the next epoch on, what is gone stays. Or give another --work_dir for a new run.",
     )
 
 

@@ -94,7 +94,7 @@ def add(path: Path, name: str, peers: int = 0) -> str:
         if any(holder.name == name for holder in holders.values()):
             raise UserError(
                 f"{path} has a token for '{name}' already.",
-                fix=f"Choose another name, or remove that one first: dd-datasetserver token remove {name}.",
+                fix=f"Choose another name, or remove that one first: dd-datasetserver token remove {name} --tokens {path}.",
             )
         _write(path, {**holders, _digest(token): Holder(name, peers)})
     return token

@@ -287,7 +287,7 @@ class LeaseAnswer(Message):
     lease_id: LeaseId
     expires_in: Period
     renew_every: Period
-    shard_epochs: Annotated[list[LeasedShard], Field(max_length=MAX_KEYS)]
+    shard_epochs: Annotated[list[LeasedShard], Field(min_length=1, max_length=MAX_KEYS)]
 
 
 class RenewRequest(Message):

@@ -86,6 +86,26 @@ def test_a_state_that_another_branch_has_pushed_off_the_disk_is_written_again(tm
     asyncio.run(scenario())
 
 
+def test_while_another_branch_is_written_the_one_before_is_taken_for_gone(tmp_path):
+    """Found by the simulator (seed 12000132): the store had deleted a state, and who came back to it within that second reported it."""
+
+    async def scenario():
+        first, store = a_state(), SlowStore(tmp_path)
+        mine, other = (next_state(first, [[torch.full((10,), samples)]], [Member("a", 2, samples)]) for samples in (16, 8))
+        saver = Saver(store, first, lambda: None, lambda error: None)
+        store.free.set()
+        await saver.save(mine)
+        store.free.clear()
+        writing = asyncio.create_task(saver.save(other))
+        await until(lambda: store.begun == 2)
+        assert not saver.is_on_disk(mine.digest)
+        store.free.set()
+        await asyncio.wait_for(writing, 60)
+        assert saver.is_on_disk(other.digest) and not saver.is_on_disk(mine.digest)
+
+    asyncio.run(scenario())
+
+
 def test_a_state_that_was_handed_over_is_written_if_it_is_not_there_yet(tmp_path):
     async def scenario():
         store, state = StateStore(tmp_path), a_state()

@@ -197,7 +197,7 @@ class SwarmSync:
             self._exchange(POLL_SECONDS)
         report = self._report()
         if not (report.wait or report.done or hurry) and self._leaving.end_until and self.samples < self._end.total:
-            said = "this peer ends with %d of the run's %d samples, for no later state came; dd-export gets the newest one from the others"
+            said = "this peer ends with %d of the run's %d samples; if the others went on, dd-export gets their newest state"
             log.warning(said, self.samples, self._end.total)
         return report
 

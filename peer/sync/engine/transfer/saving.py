@@ -74,10 +74,10 @@ class Saver:
             await asyncio.shield(self._writing)
 
     async def _write(self, state: State) -> None:
+        if self._saved and next(reversed(self._saved)) not in state.header.parents:
+            self._saved.clear()  # another branch: once this one is written, the store deletes what it does not descend from, and we hear of it later
         await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
         now = self._clock()
-        if self._saved and next(reversed(self._saved)) not in state.header.parents:
-            self._saved.clear()  # another branch: with this one written, the store may have deleted what it does not descend from
         self._saved[state.digest] = now
         while now - self._saved[oldest := next(iter(self._saved))] > _REMEMBERED_SECONDS:
             del self._saved[oldest]
