@@ -466,22 +466,27 @@ class Checks:
         """Why ledger and states do not agree to the sample; empty: they do. gone: peers that may have died before they could register, or
         report the round.
 
-        A head that died with all who held it stays the ledger's until those who began again have trained more than it counts.
+        A head that died with all who held it stays the ledger's until those who began again have trained more than it counts. Where all who could
+        report a state died, the ledger takes the best one that may have come before: perhaps one of a branch that lost.
         """
         head = book.tree.head
         if head is not None and self.is_lost(head.digest, gone) and head.samples > self.commits[recent[0]].samples:
             return ""
         if head is None or head.digest not in recent:
             return f"the ledger's head is {head.digest[:8] if head else 'none'}, the swarm's {next(iter(recent), '')[:8]}"
-        unsaid, reported = 0, {state.digest for state in book.tree}
+        chain = {state.digest: state for state in book.tree.chain()}
+        counted = {(p, n): samples for state in chain.values() for p, n, samples in state.members if (p, n) in book._contributions}
+        held, bridged = {}, False
         for digest in self.lineage(head.digest):
             for peer, number, samples in self.commits[digest].members:
-                if digest not in reported or (peer, number) not in book._contributions:
-                    if peer not in gone:
-                        return f"contribution {number} of {peer[-6:]} in {digest[:8]} is not in the ledger"
-                    unsaid += samples
-        if book.counted_samples + unsaid != head.samples:
-            return f"{head.samples} samples are in the state, {book.counted_samples} in the ledger, {unsaid} of peers that died"
+                held[peer, number] = samples
+                if peer not in gone and (book.tree.get(digest) is None or ((peer, number) not in counted and not bridged)):
+                    return f"contribution {number} of {peer[-6:]} in {digest[:8]} is not in the ledger"
+            bridged = bridged or digest not in chain
+        unsaid = sum(samples for pair, samples in held.items() if pair not in counted)
+        strays = sum(samples for pair, samples in counted.items() if pair not in held)
+        if book.counted_samples + unsaid - strays != head.samples:
+            return f"{head.samples} samples are in the state, {book.counted_samples} in the ledger, {unsaid} of peers that died, {strays} of a lost branch"
         return ""
 
 

@@ -387,6 +387,28 @@ def test_a_head_that_died_with_all_who_held_it_is_the_ledgers_alone(scene):
     assert agrees(scene.book, ["anew"], {"ann"}) == ""
 
 
+def test_where_all_who_could_report_a_state_died_the_ledger_may_count_a_branch_that_lost(scene):
+    """Seed 13000012: the head's parent is known to nobody, so the ledger takes another state for it."""
+    ledger_of(scene)
+    first, lost, third, head = (f"{number:064x}" for number in (1, 2, 3, 4))
+    scene.adopts(first, "root", 1, 16, [["ann", 1, 8], ["bob", 1, 8]]) if first not in scene.checks.commits else None
+    scene.leases("eve", 1)
+    scene.book.add_final(State(lost, first, 2, 24, (("eve", 1, 8),)), "eve")
+    scene.leases("ann", 3)
+    scene.book.add_final(State(head, third, 4, 32, (("ann", 3, 8),)), "ann")
+    dan = [["dan", 1, 4], ["dan", 2, 4]]
+    scene.offers({("dan", 1): 4, ("dan", 2): 4, ("ann", 3): 8})
+    scene.adopts("second", first, 2, 20, dan[:1])
+    scene.adopts(third, "second", 3, 24, dan[1:])
+    scene.adopts(head, third, 4, 32, [["ann", 3, 8]])
+    agrees = scene.checks.ledger_agrees
+    assert scene.book.tree.head.digest == head and scene.book.counted_samples == 32
+    assert agrees(scene.book, [head], {"dan"}) == ""
+    assert "is not in the ledger" in agrees(scene.book, [head], ()), "dan lives, and could have said so"
+    scene.book.tree.head.counted = 33
+    assert "8 of a lost branch" in agrees(scene.book, [head], {"dan"})
+
+
 def test_what_counts_is_leased_to_nobody_but_a_second_one_that_had_it_as_a_copy(scene):
     ledger_of(scene)
     scene.checks.watch(scene.book)
