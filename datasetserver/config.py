@@ -5,9 +5,10 @@ from pathlib import Path
 
 from datasetserver.sources import Folder, Hub, Source
 from swarm.errors import UserError
-from swarm.listening import check_url, is_loopback
+from swarm.listening import is_loopback
 from swarm.logs import FORMATS
 from swarm.options import option, options
+from swarm.urls import check_url
 
 
 @options

@@ -16,9 +16,10 @@ from datasetserver.work_folder import HOST_KEY, LEDGER, SERVING
 from swarm import files
 from swarm.arguments import ArgumentParser
 from swarm.errors import ExitCode, UserError
-from swarm.listening import check_url, is_loopback
+from swarm.listening import is_loopback
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
+from swarm.urls import check_url
 
 _PEERS = 4
 """A check and a machine or two, of which one was set up anew. A friend who votes with 64 identities is none."""

@@ -29,8 +29,8 @@ _EXAMPLES = {
     "public_url": "http://203.0.113.7:9090",
     "tokens": "tokens.txt",
 }
-_WORKED_OUT = ("model_digest", "dataset_digest", "lora_weights_digest", "dry_run")
-"""Not for this file: the founder works the first three out, and the others are for a single start."""
+_WORKED_OUT = ("model_digest", "dataset_digest", "lora_weights_digest", "members_of", "dry_run")
+"""Not for this file: the founder works them out; dry_run is for a single start."""
 _WIDTH = 118
 
 

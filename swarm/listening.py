@@ -2,7 +2,6 @@
 
 import ipaddress
 import socket
-from urllib.parse import urlsplit
 
 from swarm.errors import ExitCode, UserError
 
@@ -31,17 +30,6 @@ def url_of(sock: socket.socket, scheme: str = "http") -> str:
     """Of what `sock` is bound to, with the port that it got."""
     host, port = sock.getsockname()[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def check_url(url: str, option: str) -> None:
-    """Raises UserError unless `url`, the value of `option`, is one of http or https with a name or an address, and without a password: all read it."""
-    try:
-        parts = urlsplit(url)
-        right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.username is None
-    except ValueError:  # of a port or an address that is none
-        right = False
-    if not right:
-        raise UserError(f"{option} is '{url}', which is not a URL of http or https.", fix="Give it as http://203.0.113.7:9090.")
 
 
 def is_loopback(host: str) -> bool:

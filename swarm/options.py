@@ -184,19 +184,24 @@ def with_token(argv: Sequence[str]) -> list[str]:
     return joined
 
 
+def load_toml(path: Path) -> dict[str, Any]:
+    """Raises UserError for a file that cannot be read, or is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.", fix="Check the path.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", fix="Check the path.") from None
+    except (ValueError, RecursionError) as error:  # tomllib raises both of hostile values, besides its own
+        raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
+
+
 def read_toml(path: Path, *classes: type) -> dict[str, Any]:
     """The options of `classes` that a TOML file sets, under their own names or aliases, by their own names.
 
     Raises UserError for an unreadable file, an unknown key, or an option that is set under two of its names.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"There is no file {path}.", fix="Check the path.") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", fix="Check the path.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
+    values = load_toml(path)
     fields = [field for cls in classes for field in dataclasses.fields(cls)]
     names = {alias: field.name for field in fields for alias in (field.name, *field.metadata["aliases"], *field.metadata["switches"])}
     check_names(values, names, where=str(path))

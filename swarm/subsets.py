@@ -13,7 +13,7 @@ from typing import Any
 
 from swarm.captions import CAPTION_COLUMNS, Faults
 from swarm.errors import UserError
-from swarm.options import check_names, tomllib
+from swarm.options import check_names, load_toml
 from swarm.picture_folder import Pair, list_folder
 
 log = logging.getLogger(__name__)
@@ -126,12 +126,7 @@ def folders_of(path: Path) -> list[Path]:
 
 def read_subsets(path: Path) -> list[Subset]:
     """Folders are relative to the file. Raises UserError for what is no such file, and for a key that changes what is trained and is not known here."""
-    try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}.", fix="Check the path.") from None
-    except (ValueError, RecursionError) as error:  # tomllib raises both of hostile values, besides its own
-        raise UserError(f"{path} is not valid TOML: {error}.", fix="Correct that line.") from None
+    said = load_toml(path)
     check_names(said, ("general", "datasets"), where=str(path))
     general = said.get("general", {})
     if not isinstance(general, dict):

@@ -179,6 +179,6 @@ async def _ask(process: asyncio.subprocess.Process, order: Order) -> bytes:
         process.stdin.write(piece)
         await process.stdin.drain()
     line = await process.stdout.readline()
-    if not line:
+    if not line.endswith(b"\n"):  # it was killed, perhaps while it wrote
         raise EOFError
     return line

@@ -65,7 +65,7 @@ class Resting:
     ):
         self._path, self._hours = folder / FILE, Hours.parse(hours) if hours else None
         self._clock, self._wall = clock, wall
-        self._looked, self._ordered, self.why = float("-inf"), False, ""
+        self._looked, self._ordered, self.why, self._complained = float("-inf"), False, "", ""
 
     def __call__(self) -> bool:
         if self._clock() - self._looked >= LOOK_SECONDS:
@@ -82,8 +82,9 @@ class Resting:
             word = repr(error)
         if word in _STATES.values():
             self._ordered = word == "paused"
-        else:
+        elif word != self._complained:
             log.error("%s says neither running nor paused; nothing changes", self._path)
+        self._complained = "" if word in _STATES.values() else word
         late = self._hours is not None and not self._hours.now(self._wall())
         why = (
             "paused by dd-peer pause"

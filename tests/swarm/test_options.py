@@ -84,6 +84,8 @@ def test_flags_overrule_the_file_which_overrules_defaults(tmp_path):
     [
         ("sugr = 0.5", r"no option 'sugr'.*Did you mean 'sugar'"),
         ("kind = ", "not valid TOML"),
+        ("sugar = " + "9" * 5000, "not valid TOML"),
+        ("sugar = " + "[" * 5000, "not valid TOML"),
     ],
 )
 def test_a_file_with_a_mistake_names_it(tmp_path, text, expected):

@@ -180,15 +180,12 @@ class Work:
     def add(self, lease: Lease, shard_epochs: Sequence[ShardEpoch]) -> bool:
         """Shard epochs of a new lease, to be fetched; False when we are leaving and it is to be released."""
         with self._changed:
+            if self._resting:  # granted while we lay down
+                return False
             lease.keys = {key for item in shard_epochs for key in item.keys_left()}
             self._leases[lease.id] = lease
             self._lease_of.update(dict.fromkeys(lease.keys, lease))
             self._own.difference_update(lease.keys)
-            if self._resting:  # granted while we lay down
-                self._leases.pop(lease.id)
-                for key in lease.keys:
-                    self._lease_of.pop(key)
-                return False
             # Ours to finish, by this lease, if they are in work by an earlier one that was lost, or by our own choice.
             for item in shard_epochs:
                 item.left = deque(index for index in item.left if item.key(index) not in self._in_work)

@@ -186,6 +186,10 @@ def test_what_an_earlier_start_left_is_removed(tmp_path):
 ENDS = {
     "without hope": ("import sys; sys.stdin.buffer.readline(); sys.exit(2)", ""),
     "killed": ("import os, sys; sys.stdin.buffer.readline(); os.kill(os.getpid(), 9)", "no audit of round=1: SIGKILL ended the process that measures"),
+    "killed while it answers": (
+        "import os, sys; sys.stdin.buffer.readline(); sys.stdout.write('[0.'); sys.stdout.flush(); os.kill(os.getpid(), 9)",
+        "no audit of round=1: SIGKILL ended the process that measures",
+    ),
     "hangs": ("import time; time.sleep(600)", "no audit of round=1: it was not measured within"),
     "cannot start": (None, "no audit of round=1: [Errno 2]"),
 }

@@ -98,6 +98,16 @@ def test_a_unit_leased_again_before_its_first_lease_is_known_to_be_lost_yields_e
     assert set(work.state_dict()["leases"][second.id]) == set(keys), "they are ours by the second lease"
 
 
+def test_a_lease_that_is_granted_while_a_peer_lies_down_changes_nothing():
+    work, lease = Work(4, Clock()), Lease("1" * 32)
+    work.begin()
+    work.add_own(item(None, 0, 2))
+    key, *_ = next(work.samples(lambda path, samples: range(samples)))
+    work.rest(True)
+    assert not work.add(lease, [item(lease, 0, 2)]) and not list(work.leases())
+    assert work.any_own([key]), "nobody leased it to us, and the server is to hear so"
+
+
 def test_rounds_that_wait_are_on_the_disk_once_the_server_is_found_away(tmp_path):
     """Reports put in just before an outage were in memory alone: a peer killed in it took them along, and the ledger never heard of a round."""
 

@@ -63,6 +63,8 @@ def test_an_order_is_followed_within_a_second_and_a_peer_started_later_follows_i
     (tmp_path / FILE).write_text("perhaps")
     now[0] += 1
     assert resting(), "what nobody understands changes nothing"
+    now[0] += 1
+    assert resting() and caplog.text.count("says neither running nor paused") == 1
     assert main(["resume", "--output_dir", str(tmp_path)]) == 0
     now[0] += 1
     assert not resting()
