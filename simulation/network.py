@@ -7,6 +7,7 @@ is killed hangs up; a machine without power says nothing at all.
 import asyncio
 import contextvars
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,23 +106,28 @@ class Network:
             self.resets += 1
             self._at(arrives, pipe.reset)
         else:
-            self._at(arrives, self._deliver, pipe, data, arrives + _LINGER_SECONDS)
+            self._send(pipe, data, arrives)
         return sent
 
-    def _deliver(self, pipe: "SimPipe", data: bytes | None, until: float) -> None:
+    def _send(self, pipe: "SimPipe", data: bytes | None, arrives: float) -> None:
         """data: None: the end."""
+        pipe.under_way.append(data)
+        self._at(arrives, self._deliver, pipe, arrives + _LINGER_SECONDS)
+
+    def _deliver(self, pipe: "SimPipe", until: float) -> None:
+        """What is under way in `pipe` for longest: nothing overtakes in a stream, also not after a partition."""
         here, there = pipe.host, pipe.other.host
         if not there.powered or self.parted(here.peer, there.peer):
             if self.loop.time() > until:
                 return pipe.reset()
-            return self._at(self.loop.time() + 1.0, self._deliver, pipe, data, until)
-        pipe.other.take_in(data)
+            return self._at(self.loop.time() + 1.0, self._deliver, pipe, until)
+        pipe.other.take_in(pipe.under_way.popleft())
 
     def hang_up(self, pipe: "SimPipe") -> None:
         if pipe.other.closed:
             return  # nobody is there to hear of it
         at = max(self.loop.time() + self.delay(pipe.host, pipe.other.host), pipe.last)
-        self._at(at, self._deliver, pipe, None, at + _LINGER_SECONDS)
+        self._send(pipe, None, at)
 
     def _at(self, when: float, call: Callable, *args: Any) -> None:
         self.loop.call_at(when, call, *args, context=self._context)
@@ -148,6 +154,8 @@ class SimPipe:
         self._data, self._ended, self._broken, self.closed = bytearray(), False, False, False
         self._waiting: asyncio.Future | None = None
         self.last = 0.0
+        self.under_way: deque[bytes | None] = deque()
+        """To the other end."""
 
     async def send(self, *pieces: bytes | memoryview, until: float) -> None:
         if self.closed or self._broken or not self.host.alive:

@@ -53,8 +53,8 @@ def _printable(text: str) -> str:
 
 _LINE = AfterValidator(_printable)
 """Behind the bound of its length: before it, pydantic calls two functions of Python for each string, and a record has some twenty."""
-Text = Annotated[str, Field(strict=True, max_length=64), _LINE]
-"""A peer's id, a digest or another name."""
+Text = Annotated[str, Field(strict=True, max_length=64, pattern=r"^[\x20-\x7e]*$")]
+"""A peer's id, a digest or another name: nothing that a message between peers could not say (`net.messages`)."""
 Signature = Annotated[str, Field(strict=True, max_length=MOST_SIGNATURE), _LINE]
 """Of the host's key: see `swarm.signing`."""
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]

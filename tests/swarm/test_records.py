@@ -40,6 +40,8 @@ BAD = {
     "client_mode": [1, "yes", None],
     "findings": [[FOUND] * 5, [{**FOUND, "change": float("nan")}], [{**FOUND, "error": -1.0}], [{**FOUND, "rounds": -1}], [{**FOUND, "peer": 5}], 5],
     "peer_id": ["QmSomebodyElse", None],
+    "digest": ["\u00e9" * 64, "d\n", "d" * 65, None],  # of the first a message to ask for that state could not be made
+    "parents": [["\u00e9"], ["d"] * 9],
 }
 
 

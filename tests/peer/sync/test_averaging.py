@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -537,3 +538,11 @@ def test_random_deaths_never_leave_two_results(virtual, seed, monkeypatch):
                 assert isinstance(result, RoundFailed | asyncio.CancelledError) or torch.equal(result.encoded, expected)
 
     virtual(scenario)
+
+
+def test_late_is_who_all_others_wait_for_and_not_those_that_wait():
+    """Of eight parts that a reducer takes at once, one slow member holds up all, and each seemed late."""
+    made, open_ = SimpleNamespace(done=lambda: True), SimpleNamespace(done=lambda: False)
+    reduction = SimpleNamespace(senders={"a", "b", "c"}, _received=[{}, {"a": 1, "b": 1}, {"a": 1}, {}], _means=[made, open_, open_, open_])
+    assert Reduction.late(reduction) == {"c"}
+    assert Reduction.late(SimpleNamespace(senders={"a"}, _received=[{}], _means=[made])) == set()

@@ -114,8 +114,31 @@ def test_what_a_peer_was_told_itself_is_no_accusation():
     swarm = Swarm()
     for _ in range(5):
         assert not swarm.company.told("ann", ["bob"], hearsay=True)
-        assert not swarm.company.told("ann", [], hearsay=True)
+        swarm.passes(seconds=601.0)
     assert not swarm.company.all_left_out()
+
+
+def test_who_again_and_again_only_heard_that_others_are_to_blame_is_left_out():
+    """One that answers every member so, fails all rounds, and had cost nobody anything."""
+    swarm = Swarm()
+    assert not swarm.company.told("ann", ["bob"], hearsay=True)
+    assert swarm.company.told("ann", ["cleo"], hearsay=True) and swarm.company.all_left_out() == ["ann"]
+    assert swarm.rounds_out("ann") == 1
+    assert swarm.company.told("ann", ["bob"], hearsay=True) and swarm.rounds_out("ann") == 4
+
+
+def test_who_fails_a_round_by_hearsay_and_names_nobody_is_left_out():
+    swarm = Swarm()
+    assert swarm.company.told("ann", [], hearsay=True) and swarm.rounds_out("ann") == 1
+
+
+def test_who_accuses_one_of_its_like_after_the_other_is_left_out_itself():
+    swarm = Swarm((*FRIENDS, "dan", "eve"))
+    for peer in ("bob", "cleo", "dan"):
+        swarm.company.told("ann", [peer])
+    assert not swarm.company.all_left_out()
+    swarm.company.told("ann", ["eve"])
+    assert swarm.company.all_left_out() == ["ann"]
 
 
 def test_who_accuses_us_again_and_again_is_left_out_and_we_are_no_strangers_to_ourselves():

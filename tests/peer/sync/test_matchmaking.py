@@ -28,7 +28,7 @@ class Peer:
     met: whom it has averaged with; no list: everybody.
     """
 
-    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=(), receipts=NO_RECEIPTS):
+    def __init__(self, node, *, digest="p", has_samples=True, reduces=True, included=None, met=(), receipts=NO_RECEIPTS, **options):
         self.node, self.id, self.called, self.answered = node, node.peer_id, 0, []
         self.digest, self.has_samples, self.included = digest, has_samples, included or {}
         self.ready_seconds, self.samples, self.busy, self.fetches, self.trusted = 0.0, 0, False, False, frozenset()
@@ -36,7 +36,7 @@ class Peer:
         self.streams = Streams(node)
         self.met = set(met)
         self.company = Company(self.met, me=self.id, trusted=lambda: self.trusted)
-        said = {"leads": reduces, "company": self.company, "receipts": receipts}
+        said = {"leads": reduces, "company": self.company, "receipts": receipts, **options}
         self.matchmaker = Matchmaker(self.id, self.streams, self.standing, self.heard, 100, **said)
         self.reduces, self.brings = reduces, {}
 
@@ -367,6 +367,21 @@ def test_whoever_finds_the_others_averaging_waits_for_how_that_ends(virtual, cap
         virtual(scenario)
 
 
+@pytest.mark.parametrize(("average_seconds", "culprits"), [(60.0, 1), (3600.0, 0)])
+def test_who_averages_for_longer_than_any_average_takes_is_waited_for_no_longer_and_left_out(virtual, average_seconds, culprits):
+    """One that said so held all others for 300 s on each state onto which it ranked first."""
+
+    async def scenario(nodes):
+        busy, late = await peers(nodes, 2, average_seconds=average_seconds)
+        busy.busy = True
+        began = nodes.clock()
+        with pytest.raises(NoGroup) as caught:
+            await late.form([busy])
+        assert len(caught.value.culprits) == culprits and nodes.clock() - began == pytest.approx(90 if culprits else 300, abs=15)
+
+    virtual(scenario)
+
+
 def test_who_hears_of_a_better_state_in_answer_to_a_call_forms_no_group_on_the_old_one(virtual):
     async def scenario(nodes):
         caller, ahead = await peers(nodes, 2)
@@ -430,6 +445,27 @@ def test_a_leader_whose_trainer_stands_still_tells_its_followers(virtual, monkey
         assert not caught.value.silent and not leader.matchmaker._leading._gathering.waiting
 
     virtual(scenario)
+
+
+def test_a_group_with_one_whom_we_leave_out_is_refused(virtual, caplog):
+    async def scenario(nodes):
+        leader, victim = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
+        victim.company.blame(["zz"])
+
+        async def lie(channel):
+            await channel.receive(ANYTHING, seconds=60)
+            said = announcement(victim.id, leader.id)
+            await channel.send({**said, "members": sorted([*said["members"], ["zz", 1, 8, 0.0]])}, seconds=60)
+            await channel.hung_up(60)
+
+        await leader.streams.serve(CALL, leader.matchmaker._calls._answer)
+        await leader.streams.serve(JOIN, lie)
+        with pytest.raises(NoGroup):
+            await victim.form([leader])
+        assert "announced a group with zz, which we leave out" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        virtual(scenario)
 
 
 def test_a_leader_that_lives_and_never_leads_is_given_up(virtual, monkeypatch, caplog):

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from peer.contracts import Member
+from peer.sync.engine.net.messages import Share
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager
+from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.leading import Leading
 from tests.peer.sync.replicas import make_run, peers
 from tests.peer.sync.swarm_tools import PART, until
@@ -53,6 +55,34 @@ def test_two_of_five_that_fail_one_after_the_other_void_a_few_groups_and_no_more
 
     with caplog.at_level(logging.INFO, "peer.sync"):
         virtual(scenario)
+
+
+class Hearsay(Averager):
+    """Answers each that comes to it as reducer that it only heard of a fault: of others' or of nobody's."""
+
+    others = 0
+
+    async def _serve(self, channel):
+        share, _ = await channel.receive(Share, seconds=60.0)
+        group = next(run.group for run in (one.run for one in self._reductions.values()) if run.group.id == share.group)
+        lost = PeerLost("gave up", sorted(group.peers - {self._peer_id, channel.peer})[: self.others], hearsay=True)
+        lost.void = True
+        raise lost
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_a_reducer_that_only_heard_of_faults_fails_a_few_rounds_and_no_more(virtual, others):
+    async def scenario(nodes):
+        *honest, liar = await met(nodes, 4)
+        averager = liar.replica.rounds.averager
+        averager.__class__ = type("Liar", (Hearsay,), {"others": others})
+        await averager.start()
+        at, began = max(peer.head.header.round for peer in honest), nodes.clock()
+        await until(lambda: min(peer.head.header.round for peer in honest) >= at + 20, SECONDS)
+        assert any(peer.replica.rounds.company.offences(liar.id) for peer in honest) and nodes.clock() - began < 400
+        assert_no_sample_is_lost([*honest, liar])  # whom nobody lets in goes on alone, and the others take that over
+
+    virtual(scenario)
 
 
 class FalseVoid(Averager):
@@ -115,22 +145,53 @@ class Inventive(Leading):
     async def _gather(self, *asked):
         group, answers = await super()._gather(*asked)
         type(self).count += 1
+        return self.worse(group), answers
+
+    def worse(self, group):
         invented = Member(f"zzInvented{self.count}", 1, 1)
-        return replace(group, members=(*group.members, invented), norms=(*group.norms, 1.0)), answers
+        return replace(group, members=(*group.members, invented), norms=(*group.norms, 1.0))
 
 
-def test_a_leader_that_announces_members_that_are_not_there_is_left_out_and_the_rounds_go_on(virtual):
+class InventsReducers(Inventive):
+    """Likewise a reducer."""
+
+    def worse(self, group):
+        draws = (*group.draws, "") if group.draws else ()
+        return replace(group, reducers=(*group.reducers, f"zzInvented{self.count}"), draws=draws)
+
+
+class Splits(Inventive):
+    """Tells each of another group of the same peers."""
+
+    def worse(self, group):
+        object.__setattr__(group, "__class__", type("Split", (Group,), {"announcement": lambda group: Many(Group.announcement(group))}))
+        return group
+
+
+class Many:
+    """An announcement that is another one each time that it is sent."""
+
+    def __init__(self, said):
+        self._said, self._count = said, 0
+
+    def wire(self):
+        self._count += 1
+        return {**self._said.wire(), "attempt": f"{self._count:016x}"}
+
+
+@pytest.mark.parametrize("kind", [Inventive, InventsReducers, Splits])
+def test_a_leader_that_announces_what_is_not_there_is_left_out_and_the_rounds_go_on(virtual, kind):
     """It ranked first until a round was made, and none was."""
 
     async def scenario(nodes):
         *honest, liar = await met(nodes, 4)
         at = max(peer.head.header.round for peer in honest)
-        kind = type("Liar", (Inventive,), {})
+        lying = type("Liar", (kind,), {})
         leading = liar.replica.rounds.matchmaker._leading
-        leading.__class__ = kind
+        leading.__class__ = lying
         began = nodes.clock()
         await until(lambda: min(peer.head.header.round for peer in honest) >= at + 20, SECONDS)
-        assert kind.count and any(peer.replica.rounds.company.offences(liar.id) for peer in honest)
+        assert lying.count and any(peer.replica.rounds.company.offences(liar.id) for peer in honest)
         assert nodes.clock() - began < 300
         assert_no_sample_is_lost(honest)
 

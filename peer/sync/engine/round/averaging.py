@@ -40,6 +40,7 @@ PARTS_OF_A_SENDER = _WINDOW + 1
 """How many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
 _KNOWN_SOON_SECONDS = 10.0
 _REMEMBERED_FAILURES = 8
+_HEARD_SECONDS = 5.0
 _EXPLAINED_SECONDS = 1.0
 """Whoever gives up because of another says so within that, on the streams of its own share."""
 
@@ -139,7 +140,8 @@ class Averager:
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
             tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
         try:
-            await _all(tasks, 60 + 2 * self._wire.num_bytes / SLOWEST_BYTES_PER_SECOND)
+            # Who reduces nothing hears from those that do for whom they have waited.
+            await _all(tasks, longest_seconds(self._wire.num_bytes) + (0 if own else _HEARD_SECONDS))
             failure = None
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
             failure = await _explanation(self._as_lost(error, run, reduction), exchanges)
@@ -162,7 +164,8 @@ class Averager:
             return error
         if isinstance(error, ValueError):
             return PeerLost(str(error))
-        return PeerLost("it took too long", run.missing.keys() | (reduction.late() if reduction is not None else set()))
+        # A reducer of which we miss means may itself have waited, for whoever is late here.
+        return PeerLost("it took too long", (reduction.late() if reduction is not None else set()) or run.missing.keys())
 
     def _round_failed(self, failure: PeerLost, run: "Run", reduction: "Reduction | None") -> RoundFailed:
         culprits = set(failure.culprits) - {self._peer_id}
@@ -178,7 +181,9 @@ class Averager:
         reduction = self._reductions.pop(group_id, None)
         if reduction is None:
             return
-        lost = PeerLost(f"{self._peer_id[-6:]} gave up: {failure}", failure.culprits, hearsay=isinstance(failure, _Told | _Gone))
+        # Who says of nobody whose fault it was, is named for that itself.
+        named = failure.culprits or ([failure.accuser] if isinstance(failure, _Told) else [])
+        lost = PeerLost(f"{self._peer_id[-6:]} gave up: {failure}", named, hearsay=isinstance(failure, _Told | _Gone))
         reduction.fail(lost)
         lost.void = reduction.void
         self._failed[group_id] = lost
@@ -347,10 +352,18 @@ async def _explanation(failure: PeerLost, exchanges: Collection[asyncio.Task]) -
 
 
 def _doubt(failure: PeerLost) -> int:
-    """None where somebody was seen at fault, or is named by one who saw it; more where one went away; most where others only heard."""
+    """None where somebody was seen at fault, or is named by one who saw it; more where one went away; most where others only heard.
+
+    Of these the one that names nobody: the others may have heard it from that one.
+    """
     if isinstance(failure, _Told):
-        return 2 if failure.hearsay else 0
+        return 2 + bool(failure.culprits) if failure.hearsay else 0
     return 1 if isinstance(failure, _Gone) else 0
+
+
+def longest_seconds(num_bytes: int) -> float:
+    """For how long a group averages vectors that travel as `num_bytes`, before it gives up."""
+    return 60 + 2 * num_bytes / SLOWEST_BYTES_PER_SECOND
 
 
 def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:

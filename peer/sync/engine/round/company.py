@@ -27,6 +27,8 @@ _GOOD_ROUNDS = 16
 """Averaged together, they take one offence back. Fewer, and a peer could spoil every other round for ever."""
 _REMEMBERED = 1024
 _ACCUSATION_SECONDS = 600.0
+_MOST_ACCUSED = 3
+"""Of its like, by one peer in that time. One that is honest keeps away from the first; seldom are three more at fault."""
 
 
 @dataclass
@@ -125,9 +127,12 @@ class Company:
 
         hearsay: it was told so itself. Returns whether anybody will stay out of the next attempt.
         """
-        if not accused and self.is_stranger(accuser):
+        if not accused:
             self._offence(accuser, 0)
-        return [self._told_of(accuser, peer, hearsay) for peer in accused].count(True) > 0 or self.left_out(accuser)
+        helped = [self._told_of(accuser, peer, hearsay) for peer in accused].count(True) > 0
+        if not helped and not self.left_out(accuser):  # a word of others that nobody has said first-hand: once it may be chance
+            self._share_the_blame(accuser, "", [accuser])
+        return helped or self.left_out(accuser)
 
     def _told_of(self, accuser: str, accused: str, hearsay: bool) -> bool:
         if self.is_stranger(accused) and not self.is_stranger(accuser):
@@ -141,10 +146,22 @@ class Company:
         return not hearsay or self.left_out(accused)
 
     def _one_says_of_its_like(self, accuser: str, accused: str) -> None:
-        """The accuser keeps away from the accused now. If it meets it again nevertheless, with the same end, the two share the blame."""
+        """The accuser keeps away from the accused now. If it meets it again nevertheless, with the same end, the two share the blame.
+
+        Who accuses one after the other has it alone.
+        """
+        since = self._clock() - _ACCUSATION_SECONDS
+        others = [one for (by, one), at in self._accusations.items() if by == accuser and one != accused and at > since]
+        if len(others) >= _MOST_ACCUSED:
+            self.blame([accuser], slow=[accuser])
+        else:
+            self._share_the_blame(accuser, accused, [accuser, accused])
+
+    def _share_the_blame(self, accuser: str, accused: str, blamed: Sequence[str]) -> None:
+        """From the second time on within _ACCUSATION_SECONDS."""
         before, now = self._accusations.get((accuser, accused)), self._clock()
         if before is not None and now - before < _ACCUSATION_SECONDS:
-            self.blame([accuser, accused])
+            self.blame(blamed, slow=() if accused else blamed)
         _put(self._accusations, (accuser, accused), now)
 
     def averaged(self, peers: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ class _NotLed(PeerLost):
 
 
 class Following:
-    """standing, max_samples, receipts: as in `Matchmaker`; leading: sends those who come to us after us."""
+    """standing, max_samples, receipts, average_seconds: as in `Matchmaker`; leading: sends those who come to us after us."""
 
     def __init__(
         self,
@@ -40,7 +40,9 @@ class Following:
         company: Company,
         leading: Leading,
         receipts: Receipts = NO_RECEIPTS,
+        average_seconds: float = MAX_WAIT_SECONDS,
     ):
+        self._busy_seconds = min(average_seconds + JOIN_SECONDS, MAX_WAIT_SECONDS)
         self._peer_id, self._streams, self._standing = peer_id, streams, standing
         self._max_samples, self._company, self._leading, self._receipts = max_samples, company, leading, receipts
 
@@ -60,8 +62,9 @@ class Following:
                     return None
                 except PeerLost as error:
                     log.info("not led by %s: %s", leader[-6:], error)
-                    # Whoever waits for an average of others' promised nothing.
-                    self._lost(leader, error, seen, blamed=not answer.busy)
+                    # Whoever waits for an average of others' promised nothing; but none takes longer than it may.
+                    too_long = isinstance(error, _NotLed) and self._busy_seconds < MAX_WAIT_SECONDS and not self._company.is_stranger(leader)
+                    self._lost(leader, error, seen, blamed=too_long or not answer.busy)
                     if leader == first:
                         return None
                     if self._company.is_stranger(first):
@@ -109,7 +112,7 @@ class Following:
         """For how long `leader`, which says every few seconds that it lives, may let us wait."""
         stranger = self._company.is_stranger(leader)
         if answer.busy:
-            return JOIN_SECONDS if stranger else MAX_WAIT_SECONDS
+            return JOIN_SECONDS if stranger else self._busy_seconds
         return min(answer.ready_seconds + patience + (STRANGER_JOIN_SECONDS if stranger else JOIN_SECONDS), MAX_WAIT_SECONDS)
 
     async def _join_again(self, leader: str, ticket: Ticket, seconds: float, after: str = "") -> Announcement | Onward:

@@ -240,6 +240,8 @@ def group_of(
     fault = _fault(members, norms, said.reducers, ticket, leader, standing) or _false_receipt(members, said.receipts, ticket, receipts)
     if fault := fault or _false_draw(group, ticket):
         raise PeerLost(f"{leader[-6:]} announced {fault}", [leader])
+    if unwanted := sorted(group.peers.intersection(ticket.without)):
+        raise Refused(f"{leader[-6:]} announced a group with {unwanted[0][-6:]}, which we leave out")
     if leader not in standing.trusted and len(may_reduce(said.reducers, standing.trusted)) < len(said.reducers):
         # A leader that is trusted may say who reduces: it, or we, may not have heard yet of one more or one less. For that nobody is blamed.
         raise Refused(f"{leader[-6:]} lets others reduce than those that the host trusts")

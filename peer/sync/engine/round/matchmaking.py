@@ -30,7 +30,7 @@ class Matchmaker:
     """Forms groups for one peer. `standing(peer)` says what it does, as far as that concerns `peer`; `heard(peer, head, ready)` is run
     when `peer` says that it stands at `head`, ready to average onto it or not; whether we should rather fetch that state, it returns.
 
-    leads: whether others can dial this peer; max_samples: the most that one contribution may hold; receipts: how those of the host are read; rng: what names an attempt is drawn from.
+    leads: whether others can dial this peer; max_samples: the most that one contribution may hold; receipts: how those of the host are read; rng: what names an attempt is drawn from; average_seconds: for how long a group averages at most.
     """
 
     def __init__(
@@ -45,13 +45,14 @@ class Matchmaker:
         company: Company | None = None,
         receipts: Receipts = NO_RECEIPTS,
         rng: random.Random | None = None,
+        average_seconds: float = MAX_WAIT_SECONDS,
     ):
         self._peer_id, self._standing, self._company = peer_id, standing, company or Company()
         self._calls = Calls(peer_id, streams, standing, heard, self._company)
         self._leading = Leading(
             peer_id, streams, standing, heard, max_samples, self._company, leads=leads, receipts=receipts, rng=rng or random.SystemRandom()
         )
-        self._following = Following(peer_id, streams, standing, max_samples, self._company, self._leading, receipts)
+        self._following = Following(peer_id, streams, standing, max_samples, self._company, self._leading, receipts, average_seconds)
 
     async def start(self) -> None:
         await self._calls.serve()

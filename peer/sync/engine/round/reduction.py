@@ -199,9 +199,9 @@ class Reduction:
         await asyncio.wait(self._means)
 
     def late(self) -> set[str]:
-        """Those whose parts are still missing."""
-        open_parts = [received for received, mean in zip(self._received, self._means, strict=True) if not mean.done()]
-        return {peer for received in open_parts for peer in self.senders - received.keys()}
+        """Those for whom all others wait: whose part is missing in the first that is not made. Of later parts, who waits for these misses some, too."""
+        open_parts = (received for received, mean in zip(self._received, self._means, strict=True) if not mean.done())
+        return self.senders.difference(next(open_parts, self.senders))
 
     @property
     def void(self) -> bool:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from peer.sync.engine.net.messages import MOST_NAMED
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy, advance
-from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed
+from peer.sync.engine.round.averaging import Averager, Mean, RoundFailed, longest_seconds
 from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.excerpts import Auditor
@@ -78,6 +78,11 @@ class Round:
         return "averaged" if len(self.group.peers) > 1 else "solo"
 
 
+class _Led(NamedTuple):
+    parent: str
+    leader: str
+
+
 class Rounds:
     """phase: becomes GROUP and AVERAGE as an attempt comes to them; heads: told the group that we average in; next_round: what others promise."""
 
@@ -104,9 +109,12 @@ class Rounds:
         self._outer, self._phase, self._next_round, self._clock = outer, phase, next_round, clock
         self._receipts, self._rng = Receipts.of(run), rng or random.SystemRandom()
         self._draw = self._drawn()
+        self._led: _Led | None = None
+        """Under whom the last attempt was made, if it came to a group."""
         self.matchmaker = Matchmaker(
             node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
             leads=not node.client_mode, company=company, receipts=self._receipts, rng=self._rng,
+            average_seconds=longest_seconds(outer.wire.num_bytes),
         )  # fmt: skip
         self._clipping = Clipping(run.clip_members, per_sample=outer.strategy.steps_locally, centered=run.averaging == "centered")
         self.averager = Averager(node.peer_id, streams, outer.wire, self._clipping, outer.buffers, seals, auditor)
@@ -120,10 +128,14 @@ class Rounds:
 
         Raises NoGroup, RoundFailed. Whoever it was that cost us the attempt is left out from then on.
         """
+        before, self._led = self._led, None
         try:
             done = await self._attempt(state, offer, callers, age_seconds)
         except (NoGroup, RoundFailed) as error:
             self.company.blame(error.culprits, error.slow)
+            if self._led is not None and self._led == before and self._led.leader != self._node.peer_id:
+                # Twice in a row: it may have told each of us of another group, and without a round it would lead the next attempt, too.
+                self.company.blame([self._led.leader], slow=[self._led.leader])
             raise
         self.company.averaged(done.group.peers - {self._node.peer_id})
         return done
@@ -183,6 +195,7 @@ class Rounds:
         self._draw = self._drawn()  # each is in one average: nobody can have us sign another mean under the same name (docs/decisions/0028)
         try:
             self._remember(group)
+            self._led = _Led(group.parent, group.leader)
             self._phase.set(Phase.AVERAGE)
             self._heads.averages_in(group)
             await failpoints.reached("group_closed", self._node.peer_id)
@@ -220,13 +233,13 @@ class Rounds:
             self.company.blame(strangers, slow=strangers)
 
     def _doubt_leader(self, group: Group, error: RoundFailed) -> None:
-        """Leave a leader out for a while if it announced a member that did not come, and that nobody else has heard of.
+        """Leave a leader out for a while if it announced a member, or a reducer, that did not come, and that nobody else has heard of.
 
         Who ranks first could else announce one after the other for ever: each costs 5 to 15 s, and without a round the order stays. It may
         have been a newcomer that died, so the leader counts as slow.
         """
         accused = {*error.culprits, *(error.told.culprits if error.told else ())}
-        unknown = {m.peer for m in group.members if m.peer in accused and not self._neighbours.knows(m.peer)}
+        unknown = {peer for peer in group.peers & accused if not self._neighbours.knows(peer)}
         if unknown and group.leader != self._node.peer_id:
             self.company.blame([group.leader], slow=[group.leader])
 
