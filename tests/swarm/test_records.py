@@ -26,12 +26,12 @@ BAD = {
     "samples_per_second": [-1.0, float("nan"), float("inf"), 1e9, True, "fast"],
     "time": [float("nan"), -1.0, 1e15],
     "loss": [float("nan"), float("inf"), "low"],
-    "digest": ["d" * 65, 5, "a\nb", None],
+    "digest": ["d" * 65, 5, "a\nb", None, "\u00e9" * 64],  # of the last no message could be made that asks for that state
     "phase": ["x" * 17, 1, "dancing", None, [], {}],
     "name": ["x" * 33, "a\nb", "\x1b[2J", None],
     "hardware": ["x" * 65, 5],
     "note": ["x" * 161, "a\u202eb"],
-    "parents": ["text", ["x"] * 9, [5], ["x" * 65]],
+    "parents": ["text", ["x"] * 9, [5], ["x" * 65], ["\u00e9"]],
     "maddrs": [["x"] * 7, ["x" * 257], 5],
     "sent_bytes": [-1, 1.5],
     "received_bytes": [2**60],
@@ -40,8 +40,6 @@ BAD = {
     "client_mode": [1, "yes", None],
     "findings": [[FOUND] * 5, [{**FOUND, "change": float("nan")}], [{**FOUND, "error": -1.0}], [{**FOUND, "rounds": -1}], [{**FOUND, "peer": 5}], 5],
     "peer_id": ["QmSomebodyElse", None],
-    "digest": ["\u00e9" * 64, "d\n", "d" * 65, None],  # of the first a message to ask for that state could not be made
-    "parents": [["\u00e9"], ["d"] * 9],
 }
 
 
