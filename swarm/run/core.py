@@ -60,7 +60,7 @@ class Agreement:
         "Key of the host that signs memberships: peers ignore a peer without one. The server sets it (--members); empty: the run is open to everybody.",
         since="0.1.1", unsaid="",
     )
-    total_samples: int = option(0, "The run ends when this many samples are in committed rounds; 0: no end.", ge=0)
+    total_samples: int = option(0, "The run ends when this many samples are in finished rounds; 0: no end.", ge=0)
     target_batch_size: int = option(2048, "Samples of the whole swarm per round.", ge=1)
 
     def check(self) -> None:
