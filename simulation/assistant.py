@@ -58,6 +58,7 @@ class Assistant(Machine):
         if self.host is not None:
             self.world.network.die(self.host, power=power)
         self.disk.crash(power=power)
+        self.world.checks.died(self)
 
     def kill_sidecar(self) -> None:
         self.kill()

@@ -71,7 +71,7 @@ class Checks:
         self._holders: dict[str, set[str]] = {}
         """Of each state: who has adopted it, or one that descends from it."""
         self._rotted: set[tuple[str, str]] = set()
-        """Peers and states that they had, and lost to their disk."""
+        """Peers and states that they had, and lost: with their disk, or before it had them."""
         self.arithmetic: Arithmetic | None = None
         self._keys: dict[tuple[str, int], tuple[str, ...]] = {}
         """The samples of each contribution, as its trainer told the server."""
@@ -292,8 +292,17 @@ class Checks:
 
     def _is_safe(self, machine: "Machine", digest: str) -> bool:
         """Whether this machine may lose power and has the state still, or one that descends from it."""
+        return digest in self._on_disk(machine)
+
+    def _on_disk(self, machine: "Machine") -> set[str]:
+        """The states there, flushed, and those before them."""
         kept = {path[-18:-6] for path in machine.disk.flushed() if path.endswith(".state")}
-        return any(digest in self.lineage(state) for state in self.commits if state[:12] in kept)
+        return {ancestor for state in self.commits if state[:12] in kept for ancestor in self.lineage(state)}
+
+    def died(self, machine: "Machine") -> None:
+        """Trainer and sidecar at once: what was not on the disk yet is gone with them."""
+        on_disk = self._on_disk(machine)
+        self._rotted |= {(machine.peer, digest) for digest, holders in self._holders.items() if machine.peer in holders and digest not in on_disk}
 
     def done(self, machine: "Machine", number: int) -> None:
         """The trainer takes its contribution for done."""

@@ -296,6 +296,7 @@ class Machine:
         if self.host is not None:
             self.world.network.die(self.host, power=power)
         self.disk.crash(power=power)
+        self.world.checks.died(self)
         self.thread.kill()
 
     def kill_sidecar(self) -> None:

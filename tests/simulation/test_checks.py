@@ -375,6 +375,17 @@ def test_ledger_and_states_agree_to_the_sample(scene):
     assert agrees(scene.book, [first], {"bob"}) == "", "it died before it could say so"
 
 
+def test_what_a_peer_had_not_written_yet_is_lost_once_it_dies(scene):
+    """Seed 16000312: two that came back waited for a state that nobody had."""
+    assert not scene.checks.is_lost("one", {"bob"})
+    scene.checks._on_disk = lambda machine: {"one"}
+    scene.checks.died(scene.machine)
+    assert not scene.checks.is_lost("one", {"bob"})
+    scene.checks._on_disk = lambda machine: set()
+    scene.checks.died(scene.machine)
+    assert scene.checks.is_lost("one", {"bob"})
+
+
 def test_a_head_that_died_with_all_who_held_it_is_the_ledgers_alone(scene):
     ledger_of(scene)
     first = f"{1:064x}"
