@@ -6,7 +6,6 @@ It knows what peers tell each other through the DHT: no epochs, no samples per p
 import argparse
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
 import time
@@ -20,6 +19,7 @@ from aiohttp import web
 from swarm import status
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
+from swarm.interrupts import stop_event
 from swarm.listening import listen, url_of
 from swarm.logs import setup_logging
 from swarm.page import assets
@@ -66,9 +66,7 @@ def _main(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, sock: socket.socket) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     eyes = Eyes(args.peers, args.run_id, args.timeout)
     try:
         first = asyncio.create_task(eyes.look())
