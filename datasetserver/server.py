@@ -30,7 +30,7 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.service import Service
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
-from datasetserver.work_folder import LEDGER
+from datasetserver.work_folder import LEDGER, unwritable
 from swarm.errors import ExitCode, UserError
 from swarm.files import lock_folder
 from swarm.interrupts import stop_event
@@ -54,7 +54,7 @@ def own_work_dir(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         raise UserError(f"Another server is using {folder}.", fix="Stop that one, or choose another --work_dir.") from None
     except OSError as error:
-        raise UserError(f"Cannot write in {folder}: {error.strerror}.", fix="Choose another --work_dir.", code=ExitCode.DISK) from None
+        raise unwritable(folder, error, "Choose another --work_dir.") from None
     with lock:
         yield
 
