@@ -24,7 +24,7 @@ from peer.launch.membership import kept
 from peer.launch.resolving import known_hosts
 from peer.launch.stopping import Stop
 from peer.machine.device import describe_hardware
-from peer.results.output_folder import Owner, claim, lock
+from peer.results.output_folder import Owner, claim, lock, made
 from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
@@ -100,11 +100,7 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
     warn_of_unused(peer)
     stop = Stop().listen()
     torch.set_num_threads(1)
-    folder = Path(peer.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+    folder = made(Path(peer.output_dir))
     with lock(folder):
         return _assist_in(folder, peer, resolve, given, stop)
 
