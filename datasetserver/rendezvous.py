@@ -4,19 +4,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from swarm import child
 from swarm.protocol import PeerInfo
 
 log = logging.getLogger(__name__)
-_ROOT = Path(__file__).resolve().parent.parent
 _STALE_SECONDS = 20.0
 _LONGEST_LINE = 64 << 20  # 10,000 peers of a few kB each
 
@@ -73,7 +71,7 @@ class Rendezvous:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+                env=child.environment(),
                 start_new_session=True,  # Ctrl-C is for us: we end it, once we have served what is on its way
             )
         except OSError as error:  # no memory, or no room in the table of processes: there may be some later
