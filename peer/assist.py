@@ -204,11 +204,12 @@ async def _assist(
 ) -> None:
     reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
     beside = [asyncio.create_task(reports.deliver_forever()), asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())]
-    last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
+    last, end = joined.last_known or {}, End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
+    seen: collections.deque[dict[str, Any]] = collections.deque([{"phase": ASSIST, "note": "waiting for the first peer that trains"}], maxlen=1)
     try:
         auditor = Auditor(peer, given, joined) if peer.audit else None
         beside += [asyncio.create_task(auditor.measure_forever())] if auditor else []
-        show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
+        show(peer, joined.run, node.peer_id, lambda: seen[-1], lambda: end.total, shown)
         for maddr in await node.maddrs():
             log.info("others can join with --peers %s", maddr)
         await take_part(
@@ -217,7 +218,7 @@ async def _assist(
             folder=folder,
             stop=stop,
             final=reports.add,
-            seen=known.hear,
+            seen=seen.append,
             states_limit=peer.states_total_limit,
             state_on=peer.state_on,
             server_url=joined.server_url,
@@ -262,19 +263,6 @@ async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:
             code=ExitCode.NETWORK,
         )
     return node
-
-
-class Known:
-    """What this peer last knew of the swarm."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {"phase": ASSIST, "note": "waiting for the first peer that trains"}
-
-    def hear(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def values(self) -> dict[str, Any]:
-        return self._values
 
 
 class Reports:
