@@ -11,7 +11,6 @@ a peer's memory beyond the vector, p2pd not counted. 200 M floats with 4 peers a
 share them. Its peers end with it, even when it is killed.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
 
 STOCK = "hivemind fp16"
 WIRES = ("fp32", "int8", "int4")
@@ -35,7 +34,7 @@ CASE_SECONDS = 600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="also 4 peers with 200 M floats; 7 rounds of all codecs instead of 3")
     parser.add_argument("--floats", type=float, help="only vectors of N elements, to try something out")
     options = parser.parse_args()

@@ -30,7 +30,7 @@ sys.path[0] = str(ROOT)
 import psutil  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import serving  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.protocol import Manifest  # noqa: E402
@@ -58,7 +58,7 @@ class Target:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=40, help="size of the file; a shard has 48 MiB at most [40]")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="how much each server sends in a round [4]")
     parser.add_argument("--rounds", type=int, default=5)
@@ -157,18 +157,13 @@ def take_turns(targets: tuple[Target, ...], trusted: Path, count: float, rounds:
     figures: dict[str, list[dict[str, float]]] = {target.name: [] for target in targets}
     for number in range(rounds + 1):
         for target in targets if number % 2 else targets[::-1]:
-            begun, used = time.perf_counter(), cpu(target.process)
+            begun, used = time.perf_counter(), cpu_seconds(target.process)
             taken = take(target.url, trusted, count if number else count / 10)
-            seconds, used = time.perf_counter() - begun, cpu(target.process) - used
+            seconds, used = time.perf_counter() - begun, cpu_seconds(target.process) - used
             if number:
                 figures[target.name].append({"cpu": max(used, 0.01) / taken * 1e9, "speed": taken / seconds / 1e9})
                 print(f"{target.name}: {used / taken * 1e9:.3f} CPU s/GB, {taken / seconds / 1e9:.2f} GB/s", file=sys.stderr, flush=True)
     return figures
-
-
-def cpu(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 def take(url: str, trusted: Path, count: float) -> int:

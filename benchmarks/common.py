@@ -1,5 +1,6 @@
 """What the benchmarks share: where and with what they ran, a table to read, and one line of JSON to keep."""
 
+import argparse
 import contextlib
 import importlib.metadata
 import json
@@ -51,6 +52,11 @@ def about() -> dict[str, Any]:
     }
 
 
+def argument_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
+    """Of a benchmark, whose help is what its file says of itself, line by line."""
+    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def heed_sigterm() -> None:
     """Let SIGTERM end this program as Ctrl+C does: through the blocks that end what it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -74,6 +80,11 @@ def family(pid: int) -> list[psutil.Process]:
         own = psutil.Process(pid)
         return [own, *own.children(recursive=True)]
     return []
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def held(pid: int) -> tuple[int, int]:

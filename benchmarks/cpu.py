@@ -26,7 +26,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
 from peer.launch.launcher import physical_cores  # noqa: E402
 from peer.machine.allocator import library  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
@@ -97,7 +97,7 @@ def comparisons(cores: int, size: str, ipex_python: str, free_bytes: int) -> lis
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=5, help="turns of each comparison [5]")
     parser.add_argument("--steps", type=int, default=3, help="steps that a turn times [3]")
     parser.add_argument("--size", choices=SIZES, default="29 M", help="the UNet [29 M]")

@@ -15,7 +15,6 @@ what flows through text encoders. Captions have the most tokens that the family 
 what they are held against, are in benchmarks/cards.py.
 """
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cards import EXAMPLES, RANK, ROWS, TABLE, Counted, Row, row_of, write_table
-from benchmarks.common import ROOT, print_result, print_table
+from benchmarks.common import ROOT, argument_parser, print_result, print_table
 from peer.contracts import LatentBatch, Model, Params
 from peer.loop.rounding import keep_in_bf16
 from peer.machine.counting import Need, bytes_of, count, count_encoding, flow_through, let_go
@@ -373,7 +372,7 @@ def named(word: str, names: Iterable[str], kind: str) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="device_memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "device_memory")
     parser.add_argument("--rows", default="", help="only those whose name has this word")
     parser.add_argument("--examples", action="store_true", help="only those of examples/")
     parser.add_argument("--keep", action="store_true", help=f"write each row into {TABLE.relative_to(ROOT)} as soon as it is counted")

@@ -8,14 +8,13 @@ For each family a dataset server and two peers, with the program's own commands.
 every round and end with one LoRA, to the bit. The last line is JSON: `families`, and `holds` for all of them.
 """
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import about, heed_sigterm, print_result, print_table
+from benchmarks.common import about, argument_parser, heed_sigterm, print_result, print_table
 from benchmarks.full_size import same_loras
 from scripts.demo import results, swarm_run
 from scripts.demo.display import Display
@@ -89,7 +88,7 @@ def chosen(only: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--only", default="", metavar="NAMES", help="families, with commas between them [all]")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -8,7 +8,6 @@
 Ends with 1 where a command failed or a goal was missed.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -25,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import about  # noqa: E402
+from benchmarks.common import about, argument_parser  # noqa: E402
 from swarm import files  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 
@@ -198,7 +197,7 @@ def page(kept: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=tuple(CLAIMS), metavar="NAME", help="run these; --list names them")
     parser.add_argument("--list", action="store_true", help="print names and commands, run nothing")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -27,7 +27,7 @@ sys.path[0] = str(ROOT)
 
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from peer.data.client.download import fetch  # noqa: E402
 from peer.data.client.transport import Transport  # noqa: E402
@@ -40,7 +40,7 @@ SIDES = (666, 500)  # of noise: 1 MB as PNG
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=40, help="of 1 MB in a shard [40]")
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--drops", type=int, default=10, help="of the connection, for each shard [10]")

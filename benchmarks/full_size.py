@@ -14,7 +14,6 @@ Under a limit: `systemd-run --scope -p MemoryMax=14G .venv/bin/python benchmarks
 The last line is JSON: `digests_equal` and `loads` of all rows, `seconds_per_step` of the slowest, the highest `peak_gib`, and `rows`, what each said.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -34,7 +33,7 @@ from typing import Any
 if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
     sys.path[0] = root
 
-from benchmarks.common import family, heed_sigterm, held, print_result, print_table
+from benchmarks.common import argument_parser, family, heed_sigterm, held, print_result, print_table
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare
 from peer.sync.engine.memory import available_bytes
 from peer.watchdog.vitals import OutOfMemory
@@ -255,7 +254,7 @@ def of_all(found: Mapping[str, Found]) -> Found:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=tuple(ROWS), help="only these [all]")
     parser.add_argument("--tiny", action="store_true", help="tiny weights and pictures: tries it, measures nothing")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

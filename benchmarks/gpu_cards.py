@@ -28,7 +28,7 @@ import torch
 from PIL import Image
 
 from benchmarks.cards import RANK, ROWS, SPARE, Row, read_table
-from benchmarks.common import print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table
 from benchmarks.device_memory import SIZES, Size, at_full_size, filled, rows_of_examples
 from benchmarks.on_gpu import GIB, Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
@@ -52,7 +52,7 @@ class Setup:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="those with one of these words in their name [those of examples/]")
     parser.add_argument("--models", type=Path, metavar="FOLDER", help="make models there, and keep them [a folder that is removed, one model at a time]")
     parser.add_argument("--make", action="store_true", help="make the models only")

@@ -14,7 +14,6 @@ Against: the original's table (its README; A100, full, 8-bit Adam, float32 with 
 batch 1, 4.6 and 37 GB at 4, 5.7 and 63 GB at 8) and MosaicML's 36 images/s per A100 (SD 2 base at 512 px, latents precomputed).
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from benchmarks.common import print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table
 from benchmarks.on_gpu import Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
 from scripts.demo import quickstart, tiny_model
@@ -129,7 +128,7 @@ class Setup:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny weights and pictures: tries the rows, measures nothing")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --tiny [cuda]")
     parser.add_argument("--rows", default="", help="only those with this word in their name")

@@ -8,7 +8,6 @@ are synthetic JPEGs of 1024x768, in the page cache. `images/s per core`: by CPU 
 `images/s`: by the clock. `png`: of the same pictures with an alpha channel, which ingest puts on white and writes again.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -21,13 +20,13 @@ sys.path[0] = str(ROOT)
 
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
 from datasetserver.ingest import ingest  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=1000, help="JPEGs; a tenth as many PNGs [1000]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args()

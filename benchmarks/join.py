@@ -8,7 +8,6 @@ start of the newcomer's process, Python's imports included, until another peer's
 The second time one of the three is killed in the middle of the download. Aim: 1.25 x (state bytes / link rate) + 15 s.
 """
 
-import argparse
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from typing import Any
 if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
     sys.path[0] = root
 
-from benchmarks.common import ROOT, heed_sigterm, print_result, print_table, wait
+from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table, wait
 from benchmarks.links import Link, Net, linked
 from swarm.errors import run_program
 
@@ -122,7 +121,7 @@ def _first_contribution(others: Sequence[Peer], newcomer: Peer) -> dict[str, Any
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="join", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "join")
     parser.add_argument("--full", action="store_true", help="ten times the state over five times the rate")
     parser.add_argument("--megabits", type=float, default=math.nan, help="of each peer's line, in both directions")
     parser.add_argument("--num_parameters", type=int, default=0)

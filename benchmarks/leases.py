@@ -31,7 +31,7 @@ import psutil  # noqa: E402
 import uvloop  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from datasetserver.book import Book  # noqa: E402
 from datasetserver.ledger import Ledger, collect_seldom  # noqa: E402
@@ -95,7 +95,7 @@ class Load:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two measurements [20]")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--shard_samples", type=int, default=256)
@@ -143,11 +143,6 @@ def fsync_ms(folder: Path) -> float:
             os.fsync(file.fileno())
             times.append(1000 * (time.perf_counter() - since))
     return statistics.median(times)
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
 
 
 async def run_clients(

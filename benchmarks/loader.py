@@ -23,7 +23,7 @@ sys.path[0] = str(ROOT)
 import torch  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from peer.contracts import SourceContext  # noqa: E402
 from peer.data.dataset_server import build, fetch_run  # noqa: E402
@@ -40,7 +40,7 @@ BATCH, RESOLUTION, WARM_STEPS = 4, 512, 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=256, help="of the dataset, which is gone through again and again [256]")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement [60]")
     parser.add_argument("--rate", type=float, default=8.0, help="samples per second that the training takes [8]")

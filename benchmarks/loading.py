@@ -26,7 +26,7 @@ if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.pare
 import torch
 from torch import nn
 
-from benchmarks.common import print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table
 from benchmarks.device_memory import SIZES, Size, at_full_size
 from peer.launch.starting_model import load_model
 from peer.machine.waiting import Files
@@ -46,7 +46,7 @@ _LOOK_SECONDS = 0.02
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--size", default="SDXL", choices=[*SIZES], help="[SDXL]")
     parser.add_argument("--tiny", action="store_true", help="tiny weights: tries it, measures nothing")
     parser.add_argument("--way", nargs=2, metavar=("WAY", "FOLDER"), help="of a folder that is there: what this process takes")

@@ -38,7 +38,7 @@ from PIL import Image  # noqa: E402
 from tqdm import trange  # noqa: E402
 from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
 from scripts.demo import quickstart, tiny_model  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 
@@ -49,7 +49,7 @@ _BAR = re.compile(rb"(\d+)/%d " % STEPS)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--reference", type=Path, help="copy of diffusers' train_text_to_image.py; without: a plain loop")
     parser.add_argument("--turns", type=int, default=8, help="of each row [8]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

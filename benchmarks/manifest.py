@@ -7,7 +7,6 @@ content. A real `python -m datasetserver --work_dir` serves it with a run and a 
 and leases shards. `start_seconds`: from the start of the process until its ready line. `rss_mb`, `peak_rss_mb`: the server process, after all that.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import serving, write_model  # noqa: E402
 from datasetserver.prepared import manifest_path, shard_path  # noqa: E402
 from swarm.digest import canonical_json, digest_bytes  # noqa: E402
@@ -30,7 +29,7 @@ CALL_SECONDS = 60.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--samples", type=int, default=1_000_000, help="of the dataset [1000000]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     options = parser.parse_args()

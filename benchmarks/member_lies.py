@@ -9,7 +9,6 @@ round every honest member makes its steps, the liar contributes, and all go on f
 The others: what that liar takes from the honest run of the same rule. One process, no timing: what a liar costs in rounds, only the rows show.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -24,7 +23,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.common import about  # noqa: E402
+from benchmarks.common import about, argument_parser  # noqa: E402
 from peer.sync.engine.round.centering import centre, even_shares, products  # noqa: E402
 from scripts.attacks.progress import RATE, lost, progress  # noqa: E402
 from scripts.attacks.toy import BATCH, PERIOD_SECONDS  # noqa: E402
@@ -130,7 +129,7 @@ def rule_of(text: str) -> Rule:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     rules = ["@".join(pair) for pair in itertools.product(("mean", "centered"), ("20", "3", "1"))]
     parser.add_argument("--rules", default=",".join(rules), help="AVERAGING@CLIP_MEMBERS, with commas between them")
     parser.add_argument("--steps", default="4,4,4,4", help="of each honest member in a round")

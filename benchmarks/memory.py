@@ -11,7 +11,6 @@ parameters, and the parameters themselves, which are there without averaging too
 For the growth a third peer joins, and is killed with all its processes in every tenth round: the rounds that it leaves fail at first.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,7 +31,7 @@ if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.pare
 
 import psutil
 
-from benchmarks.common import ROOT, family, heed_sigterm, held, print_result, print_table, wait
+from benchmarks.common import ROOT, argument_parser, family, heed_sigterm, held, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
 from peer.rooms import load_part, parts
 from peer.sync.engine.buffers import DISK, MEMORY
@@ -207,7 +206,7 @@ def table() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "memory")
     parser.add_argument("--full", action="store_true", help="200 M parameters and 1,000 rounds")
     parser.add_argument("--num_parameters", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=0, help="of the part that looks for growth, or of --only")

@@ -21,7 +21,6 @@ With `--optimizer` two peers of 32 and one machine of 64 train with another one 
 One that averages its steps is judged as it is, without `--use_ema`. Those that learn more slowly need a larger `--total` to come to 95 %.
 """
 
-import argparse
 import math
 import os
 import statistics
@@ -128,7 +127,7 @@ class Learned:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.argument_parser(__doc__)
     parser.add_argument("--full", action="store_true", help="four peers, too: about half an hour")
     parser.add_argument("--repeats", type=int, default=1, metavar="N", help="train everything N times, each time with another seed [1]")
     parser.add_argument("--only", choices=tuple(SWARMS), help="these rounds alone; speedup is of the small ones")

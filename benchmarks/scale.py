@@ -37,7 +37,7 @@ if sys.path and sys.path[0] != str(ROOT):
 
 import psutil  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 from swarm.lifeline import die_with_parent  # noqa: E402
 
@@ -214,7 +214,7 @@ def _read(folder: Path, count: int, name: str) -> list[list[dict[str, Any]]]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scale.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "scale.py")
     parser.add_argument("--full", action="store_true", help=f"{FULL_ROUNDS} rounds at each size instead of {ROUNDS}")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--trainers", type=int, help=argparse.SUPPRESS)

@@ -14,7 +14,6 @@ Bytes per sample: all that crossed the links, per sample committed, at the size 
 carried more than 80 % of what it can carry on this machine, or was late itself, are marked invalid. Last line: JSON with `utilisation` and `bytes_per_sample`.
 """
 
-import argparse
 import json
 import re
 import statistics
@@ -32,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path and sys.path[0] != str(ROOT):
     sys.path[0] = str(ROOT)
 
-from benchmarks.common import heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.links import Link, Net, Traffic, ceiling, given, linked  # noqa: E402
 from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
 
@@ -257,7 +256,7 @@ def line_of(row: Row, shares: Sequence[float], traffic: Traffic, samples: int, m
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="wan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "wan.py")
     parser.add_argument("--full", action="store_true", help="all rows, with 2, 4 and 8 peers")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     args = parser.parse_args(argv)

@@ -9,7 +9,6 @@ and shown beside it. `nobody` is the same server while nobody watches. The figur
 watched, divided by watchers and minutes; `more` counts only what the watchers add.
 """
 
-import argparse
 import asyncio
 import random
 import sys
@@ -27,7 +26,7 @@ sys.path[0] = str(ROOT)
 
 import psutil  # noqa: E402
 
-from benchmarks.common import print_result, print_table  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
 from swarm.errors import UserError, run_program  # noqa: E402
 from swarm.protocol import PeersAnswer, RunAnswer  # noqa: E402
@@ -38,7 +37,7 @@ _START_SECONDS, _QUIET_SECONDS = 120.0, 5.0
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser("watching.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "watching.py")
     parser.add_argument("--watchers", type=int, default=3)
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of the two measurements")

@@ -18,20 +18,20 @@ def visible_maddrs(maddrs: Iterable[str], caller: str) -> list[str]:
 
     caller: '' or anything that is no address counts as public. Names (dns4, dns6, dnsaddr) are for everybody.
     """
-    source = _parse(caller)
+    source = parse(caller)
     return [maddr for maddr in maddrs if _visible(maddr, source)]
 
 
 def caller_address(remote: str | None, forwarded_for: str | None) -> str:
     """The caller's address; `X-Forwarded-For` is believed only from a proxy on this machine, and only its last entry."""
-    address = _parse(remote or "")
+    address = parse(remote or "")
     if address and address.is_loopback and forwarded_for:
         return forwarded_for.split(",")[-1].strip()
     return remote or ""
 
 
 def is_this_machine(address: str) -> bool:
-    parsed = _parse(address)
+    parsed = parse(address)
     return parsed is not None and parsed.is_loopback
 
 
@@ -39,7 +39,7 @@ def _visible(maddr: str, source: IpAddress | None) -> bool:
     parts = maddr.split("/")
     if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
         return len(parts) >= 3
-    address = _parse(parts[2])
+    address = parse(parts[2])
     if address is None:
         return False
     if source is not None and source.is_loopback:
@@ -58,7 +58,7 @@ def _is_private(address: IpAddress) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)  # every request's caller, three times
-def _parse(text: str) -> IpAddress | None:
+def parse(text: str) -> IpAddress | None:
     try:
         address = ipaddress.ip_address(text.split("%")[0])
     except ValueError:

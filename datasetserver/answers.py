@@ -57,15 +57,15 @@ async def read(request: web.Request, model: type[Request]) -> Request:
     return parse(await read_body(request, model.most_bytes), model)
 
 
-async def read_body(request: web.Request, most: int, *, seconds: float = BODY_SECONDS) -> bytes:
+async def read_body(request: web.Request, most: int) -> bytes:
     """The request's body as it came, of at most `most` bytes. Raises Refused: 400, 408, 413, 415."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise Refused(415, "unsupported_media_type", "The body is compressed.", "Send it uncompressed.")
     try:
         # A small body has come with its head: then there is nothing to wait for, and no task and timer to pay for.
-        return await (_body(request, most) if request.content.is_eof() else asyncio.wait_for(_body(request, most), seconds))
+        return await (_body(request, most) if request.content.is_eof() else asyncio.wait_for(_body(request, most), BODY_SECONDS))
     except asyncio.TimeoutError:
-        raise Refused(408, "request_timeout", f"The body did not arrive within {seconds:.0f} s.", "Try again.") from None
+        raise Refused(408, "request_timeout", f"The body did not arrive within {BODY_SECONDS:.0f} s.", "Try again.") from None
     except web.RequestPayloadError as fault:
         raise Refused(400, "bad_request", f"The body is broken: {fault}."[:500], "Send it again.") from None
 

@@ -17,7 +17,7 @@ from datasetserver.wrong_states import read_wrong, said_of
 from swarm import files
 from swarm.arguments import ArgumentParser
 from swarm.bans import STATE, TRUSTED_NEEDED, Bans, is_state, read_words, sign_word, write_words
-from swarm.errors import ExitCode, UserError
+from swarm.errors import UserError
 from swarm.records import MAX_REASON, MOST_BANS, HostWord, words
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
@@ -103,7 +103,7 @@ def say(
         with files.locked(work_dir / _LOCK):  # the server says words, too
             return _said(work_dir, run, about, banned, trusted, reason, clock)
     except OSError as error:
-        raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
+        raise work_folder.unwritable(work_dir, error, "Check --work_dir.") from None
 
 
 def _said(work_dir: Path, run: RunConfig, about: str, banned: bool, trusted: bool, reason: str, clock: Callable[[], float]) -> HostWord:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from swarm.errors import ExitCode, UserError
+from swarm.interrupts import stop_event
 from swarm.lifeline import die_with_parent
 from swarm.logs import setup_logging
 
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 async def _serve(options: dict[str, Any], lines: FileIO, out: TextIO) -> None:
-    stop = asyncio.Event()
+    stop = stop_event()
     _listen(lines, options, stop)
     work, leave = asyncio.create_task(_take_part(options, out, stop)), asyncio.create_task(stop.wait())
     await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
@@ -106,10 +107,8 @@ async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) 
 
 
 def _listen(lines: FileIO, options: dict[str, Any], stop: asyncio.Event) -> None:
-    """Take news into `options`; set `stop` on SIGTERM, SIGINT, or when the server's end of our stdin is gone."""
+    """Take news into `options`; set `stop` when the server's end of our stdin is gone."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
 
     def read() -> None:
         line = lines.readline()  # the server writes whole lines

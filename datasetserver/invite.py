@@ -12,10 +12,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from datasetserver import tokens, work_folder
-from datasetserver.work_folder import HOST_KEY, LEDGER, SERVING
+from datasetserver.work_folder import HOST_KEY, LEDGER, SERVING, unwritable
 from swarm import files
 from swarm.arguments import ArgumentParser
-from swarm.errors import ExitCode, UserError
+from swarm.errors import UserError
 from swarm.listening import is_loopback
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
@@ -37,7 +37,7 @@ class Serving:
         try:
             files.replace(work_dir / SERVING, json.dumps(asdict(self), indent=2).encode())
         except OSError as error:
-            raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Free some space.", code=ExitCode.DISK) from None
+            raise unwritable(work_dir, error, "Free some space.") from None
 
     @classmethod
     def read(cls, work_dir: Path) -> "Serving":

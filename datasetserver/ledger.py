@@ -164,12 +164,9 @@ def stored_run(path: Path) -> RunConfig | None:
     """The run whose ledger this is; None where there is no ledger yet. Raises UserError for a file that is none."""
     if not path.exists():
         return None
-    try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
-            _prepare(db)
-            values = dict(db.execute("SELECT key, value FROM meta")).get("run_config")
-    except sqlite3.DatabaseError as error:
-        raise _cannot_be_opened(str(path), error) from None
+    with _opened(path, _cannot_be_opened) as db:
+        _prepare(db)
+        values = dict(db.execute("SELECT key, value FROM meta")).get("run_config")
     return RunConfig.from_mapping(json.loads(values), where=str(path)) if values else None
 
 
@@ -180,23 +177,31 @@ def look_into(work_dir: Path) -> Iterator[tuple[RunConfig, Store]]:
     run = stored_run(path)
     if run is None:
         raise UserError(f"No run has begun in {work_dir}.", fix="Give the server's --dataset or --work_dir.")
-    try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
-            yield run, Store(db, ())
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"The ledger {path} cannot be read: {error}.", fix="Check the disk.", code=ExitCode.DISK) from None
+    with _opened(path, _cannot_be_read) as db:
+        yield run, Store(db, ())
 
 
 def epochs_begun(path: Path) -> int | None:
     """The first epoch of which this ledger has leased nothing yet; None where no run has begun. Raises UserError for a file that is none."""
     if stored_run(path) is None:
         return None
+    with _opened(path, _cannot_be_opened) as db:
+        last = [db.execute(f"SELECT max(epoch) FROM {table}").fetchone()[0] for table in ("lease", "contribution_unit")]
+    return max((epoch + 1 for epoch in last if epoch is not None), default=0)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, refused: Callable[[str, sqlite3.Error], UserError]) -> Iterator[sqlite3.Connection]:
+    """The ledger, for a look. Raises what `refused` makes of an error of the database."""
     try:
         with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
-            last = [db.execute(f"SELECT max(epoch) FROM {table}").fetchone()[0] for table in ("lease", "contribution_unit")]
+            yield db
     except sqlite3.DatabaseError as error:
-        raise _cannot_be_opened(str(path), error) from None
-    return max((epoch + 1 for epoch in last if epoch is not None), default=0)
+        raise refused(str(path), error) from None
+
+
+def _cannot_be_read(path: str, error: sqlite3.Error) -> UserError:
+    return UserError(f"The ledger {path} cannot be read: {error}.", fix="Check the disk.", code=ExitCode.DISK)
 
 
 def _cannot_be_opened(path: str, error: sqlite3.Error) -> UserError:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from datasetserver.addresses import parse
 from datasetserver.answers import RefusedWith
 
 AT_ONCE = 64
@@ -74,11 +75,9 @@ class Limits:
 @functools.lru_cache(maxsize=4096)
 def subject(address: str) -> str | None:
     """Whom a limit is about; None for this machine."""
-    try:
-        parsed = ipaddress.ip_address(address.split("%")[0])
-    except ValueError:
+    parsed = parse(address)
+    if parsed is None:
         return "elsewhere"
-    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
     if parsed.is_loopback:
         return None
     return str(parsed) if parsed.version == 4 else str(ipaddress.ip_network((parsed, 64), strict=False))

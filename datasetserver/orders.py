@@ -15,7 +15,7 @@ from swarm import files
 from swarm.arguments import ArgumentParser
 from swarm.bans import is_state, read_words
 from swarm.end import refuse_extension
-from swarm.errors import ExitCode, UserError
+from swarm.errors import UserError
 from swarm.protocol import RunState
 from swarm.records import HostWord
 
@@ -144,7 +144,7 @@ def _write(work_dir: Path, name: str, order: str) -> None:
     try:
         files.replace(work_dir / name, f"{order}\n".encode("ascii"))
     except OSError as error:
-        raise UserError(f"Cannot write in {work_dir}: {error.strerror}.", fix="Check --work_dir.", code=ExitCode.DISK) from None
+        raise work_folder.unwritable(work_dir, error, "Check --work_dir.") from None
 
 
 def main(argv: Sequence[str]) -> None:

@@ -4,19 +4,17 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
+from swarm import child
 from swarm.protocol import PeerInfo
 
 log = logging.getLogger(__name__)
-_ROOT = Path(__file__).resolve().parent.parent
 _STALE_SECONDS = 20.0
 _LONGEST_LINE = 64 << 20  # 10,000 peers of a few kB each
 
@@ -24,8 +22,8 @@ _LONGEST_LINE = 64 << 20  # 10,000 peers of a few kB each
 class Rendezvous:
     """`options` go to `datasetserver.bootstrap` as they are. Start with `start()`; `ready` is set once it told its addresses."""
 
-    def __init__(self, options: Mapping[str, Any], *, clock: Callable[[], float] = time.monotonic):
-        self._options, self._clock = dict(options), clock
+    def __init__(self, options: Mapping[str, Any]):
+        self._options = dict(options)
         self._peers: list[PeerInfo] = []
         self._heard = float("-inf")
         self._task: asyncio.Task | None = None
@@ -37,7 +35,7 @@ class Rendezvous:
 
     def peers(self) -> list[PeerInfo]:
         """Live peers; none when the DHT node's last report is so old that they may be gone."""
-        return self._peers if self._clock() - self._heard < _STALE_SECONDS else []
+        return self._peers if time.monotonic() - self._heard < _STALE_SECONDS else []
 
     def tell(self, **news: Any) -> None:
         """Change options of the process: of the one that runs, and of those that may follow it."""
@@ -58,9 +56,9 @@ class Rendezvous:
     async def _keep_running(self) -> None:
         pause = 1.0
         while True:
-            started = self._clock()
+            started = time.monotonic()
             await self._run_once()
-            pause = 1.0 if self._clock() - started > 60 else min(2 * pause, 30.0)
+            pause = 1.0 if time.monotonic() - started > 60 else min(2 * pause, 30.0)
             log.warning("the DHT node ended; starting it again in %.0f s", pause)
             await asyncio.sleep(pause)
 
@@ -73,7 +71,7 @@ class Rendezvous:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+                env=child.environment(),
                 start_new_session=True,  # Ctrl-C is for us: we end it, once we have served what is on its way
             )
         except OSError as error:  # no memory, or no room in the table of processes: there may be some later
@@ -98,7 +96,7 @@ class Rendezvous:
         self.error = None
         self.maddrs = list(message.get("maddrs", self.maddrs))
         if "records" in message:
-            self._peers, self._heard = [info for info in map(_peer_info, message["records"]) if info], self._clock()
+            self._peers, self._heard = [info for info in map(_peer_info, message["records"]) if info], time.monotonic()
         self.ready.set()
 
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import signal
 import socket
 import sqlite3
 import ssl
@@ -31,9 +30,10 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.service import Service
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
-from datasetserver.work_folder import LEDGER
+from datasetserver.work_folder import LEDGER, unwritable
 from swarm.errors import ExitCode, UserError
 from swarm.files import lock_folder
+from swarm.interrupts import stop_event
 from swarm.listening import url_of
 from swarm.protocol import Manifest
 from swarm.run_config import RunConfig
@@ -54,7 +54,7 @@ def own_work_dir(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         raise UserError(f"Another server is using {folder}.", fix="Stop that one, or choose another --work_dir.") from None
     except OSError as error:
-        raise UserError(f"Cannot write in {folder}: {error.strerror}.", fix="Choose another --work_dir.", code=ExitCode.DISK) from None
+        raise unwritable(folder, error, "Choose another --work_dir.") from None
     with lock:
         yield
 
@@ -122,7 +122,7 @@ async def serve(
     key: HostKey,
 ) -> None:
     """Serve until SIGTERM or SIGINT; prints one line when ready. Without a run, the first peer that founds one gives it."""
-    stop = _stop_event()
+    stop = stop_event()
     here = url_of(sock, "https" if guard.tls else "http")
     url = config.public_url or here
     rendezvous = _rendezvous(config, work_dir, url)
@@ -194,10 +194,3 @@ async def _first_sign(rendezvous: Rendezvous, stop: asyncio.Event) -> None:
         raise UserError(error["message"], fix=error["fix"], code=ExitCode(error["code"]))
     if not rendezvous.ready.is_set() and not stop.is_set():
         log.warning("the DHT node is not up after %.0f s; serving without it for now", _BOOTSTRAP_SECONDS)
-
-
-def _stop_event() -> asyncio.Event:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop

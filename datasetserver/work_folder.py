@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from datasetserver.config import ServerConfig
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 
 LEDGER = "ledger.sqlite"
 HOST_KEY = "host.key"
@@ -24,3 +24,7 @@ def given(args: argparse.Namespace) -> Path:
     if not (args.dataset or args.work_dir):
         raise UserError("No run is named.", fix="Give the server's --dataset or --work_dir.")
     return ServerConfig(dataset=args.dataset, work_dir=args.work_dir).work_folder()
+
+
+def unwritable(folder: Path, error: OSError, fix: str) -> UserError:
+    return UserError(f"Cannot write in {folder}: {error.strerror}.", fix=fix, code=ExitCode.DISK)

@@ -1,4 +1,7 @@
-"""The training daemon. `finetune.py` is the entry and the only wiring; every room offers modules behind `contracts.py`."""
+"""The training daemon. `finetune.py` is the entry; `wiring.py` and `learner.py` put the parts together, `assist.py` those of a peer that assists.
+
+Every room offers modules behind `contracts.py`.
+"""
 
 from swarm.lazy_hub import import_without_hub
 

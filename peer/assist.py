@@ -24,7 +24,7 @@ from peer.launch.membership import kept
 from peer.launch.resolving import known_hosts
 from peer.launch.stopping import Stop
 from peer.machine.device import describe_hardware
-from peer.results.output_folder import Owner, claim, lock
+from peer.results.output_folder import Owner, claim, lock, made
 from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
@@ -100,11 +100,7 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
     warn_of_unused(peer)
     stop = Stop().listen()
     torch.set_num_threads(1)
-    folder = Path(peer.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+    folder = made(Path(peer.output_dir))
     with lock(folder):
         return _assist_in(folder, peer, resolve, given, stop)
 
@@ -208,11 +204,12 @@ async def _assist(
 ) -> None:
     reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
     beside = [asyncio.create_task(reports.deliver_forever()), asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())]
-    last, known, end = joined.last_known or {}, Known(), End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
+    last, end = joined.last_known or {}, End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
+    seen: collections.deque[dict[str, Any]] = collections.deque([{"phase": ASSIST, "note": "waiting for the first peer that trains"}], maxlen=1)
     try:
         auditor = Auditor(peer, given, joined) if peer.audit else None
         beside += [asyncio.create_task(auditor.measure_forever())] if auditor else []
-        show(peer, joined.run, node.peer_id, known.values, lambda: end.total, shown)
+        show(peer, joined.run, node.peer_id, lambda: seen[-1], lambda: end.total, shown)
         for maddr in await node.maddrs():
             log.info("others can join with --peers %s", maddr)
         await take_part(
@@ -221,7 +218,7 @@ async def _assist(
             folder=folder,
             stop=stop,
             final=reports.add,
-            seen=known.hear,
+            seen=seen.append,
             states_limit=peer.states_total_limit,
             state_on=peer.state_on,
             server_url=joined.server_url,
@@ -266,19 +263,6 @@ async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:
             code=ExitCode.NETWORK,
         )
     return node
-
-
-class Known:
-    """What this peer last knew of the swarm."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {"phase": ASSIST, "note": "waiting for the first peer that trains"}
-
-    def hear(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def values(self) -> dict[str, Any]:
-        return self._values
 
 
 class Reports:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Started as a script, Python puts this file's folder first on sys.path, where our modules' names would stand for top-level ones.
 # The repository root takes its place, so that the launch works from any folder and without an installation.
@@ -29,6 +30,10 @@ from swarm.life import Life  # noqa: E402
 from swarm.lifeline import die_with_parent  # noqa: E402
 from swarm.logs import setup_logging  # noqa: E402
 from swarm.subsets import folders_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from peer.loop.train import Trainer
+    from peer.results.writer import Results
 
 log = logging.getLogger("peer.finetune")
 
@@ -102,12 +107,7 @@ def _train(peer: PeerConfig, given: dict) -> int:
             ended = trainer.run()
         if group.is_main and trainer.has_learned:
             alive("exporting")
-            folder = Path(peer.output_dir) / "model"
-            results.export(folder)
-            link_result(folder.parent)
-            again = "the same command" if peer.swarming else "the same command with --resume_from_checkpoint latest"
-            how = "finished" if ended else f"stopped before the end ({again} goes on)"
-            log.info("%s samples=%d round=%d result=%s", how, trainer.trained, trainer.sync.round, folder)
+            folder = _export(peer, trainer, results, ended)
         elif group.is_main:
             log.warning("nothing is exported: this peer never had a state of the run, and the base model alone is not a result")
         group.barrier()
@@ -117,6 +117,17 @@ def _train(peer: PeerConfig, given: dict) -> int:
             alive("uploading")
             push(folder, repository, peer.hub_token)
     return ExitCode.OK
+
+
+def _export(peer: PeerConfig, trainer: "Trainer", results: "Results", ended: bool) -> Path:
+    """The folder of the result, which is written."""
+    folder = Path(peer.output_dir) / "model"
+    results.export(folder)
+    link_result(folder.parent)
+    again = "the same command" if peer.swarming else "the same command with --resume_from_checkpoint latest"
+    how = "finished" if ended else f"stopped before the end ({again} goes on)"
+    log.info("%s samples=%d round=%d result=%s", how, trainer.trained, trainer.sync.round, folder)
+    return folder
 
 
 def _check_pictures(peer: PeerConfig) -> None:

@@ -74,7 +74,7 @@ def load(config: GenerateConfig) -> Any:
     given = loading.result_in(Path(config.model).expanduser())
     needs = loading.base_of(given)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    model = base(needs.run if needs else run_of(given, config), None)
+    model = base(needs.run if needs else run_of(given, config))
     pipeline, dtype = model.pipeline, torch.float32 if device == "cpu" else getattr(torch, model.facts.half)
     model.cast(dtype)  # in memory: in float32, FLUX.2 dev (226 GB) and Qwen-Image (118) would fit no GPU
     if needs:
@@ -105,8 +105,8 @@ def run_of(given: Path, config: GenerateConfig) -> RunConfig:
     return replace(about.run if about else RunConfig(), **place)
 
 
-def base(run: RunConfig, device: Any) -> Any:
-    """The run's base model: a folder, a file or a Hub id. device None: on the CPU, as it is in its files."""
+def base(run: RunConfig) -> Any:
+    """The run's base model: a folder, a file or a Hub id; on the CPU, as it is in its files."""
     from peer.models.diffusion.source import locate
     from peer.rooms import load_part
     from swarm.base_model import AUTO, family_of
@@ -115,7 +115,7 @@ def base(run: RunConfig, device: Any) -> Any:
     path = locate(run.model)
     if run.family == AUTO:  # no result of ours, which has all options of its run
         run = with_defaults(with_family(run, path))
-    return load_part("models", family_of(path)).load(path, device, run)
+    return load_part("models", family_of(path)).load(path, None, run)
 
 
 def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:

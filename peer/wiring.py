@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from operator import length_hint
 from pathlib import Path
@@ -185,40 +185,12 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
     trackers = build_trackers(launch)
     closing.callback(trackers.close)
     sync: Sync | None = None
-
-    def total_samples() -> int:
-        return launch.end.total
-
-    progress = Progress(
-        launch.output / "metrics.jsonl" if group.is_main else None,
-        total_samples=total_samples,
-        quiet=wanted(peer.log_format),
-        print_loss=peer.print_loss,
-        swarm=lambda: getattr(sync, "seen", {}),
-        tell=trackers.log,
-    )
-    closing.callback(progress.close)
-    if group.is_main:  # before the sidecar starts, which writes to the same terminal
-        show(peer, run, own_id, progress.values, total_samples, closing)
+    # Before the sidecar starts, which writes to the same terminal.
+    progress = build_progress(launch, own_id, trackers, lambda: getattr(sync, "seen", {}))
     sync = build_sync(launch, learner.params)
     if peer.weights == "bf16":  # not before the swarm's first state is made of them, which is the base model to the bit at every peer
         keep_in_bf16(learner.params)
-    feed = Feed(
-        source,
-        Decoder(run, peer.dataloader_num_workers, learner.caches.latents, peer.prior_loss_weight if peer.with_prior_preservation else None),
-        group,
-        batch_samples=peer.train_batch_size,
-        accumulation=peer.gradient_accumulation_steps,
-        stopping=launch.stopping,
-        buckets=Buckets.of(run, learner.model.resolution_multiple),
-        bucket_info=peer.output_bucket_info and group.is_main,
-        ahead_steps=peer.loader_prefetch_size,
-        placed_steps=peer.device_prefetch_size,
-        place=learner.place.whole if learner.ahead else learner.place.pixels,
-        encode=learner.ahead,
-        beside=learner.prior and learner.prior.beside,
-    )
-    closing.callback(feed.close)
+    feed = build_feed(launch, learner, source)
     profiler = Profiler(peer.profile_duration if group.is_main else 0, profile_folder(launch.output), launch.device)
     closing.callback(profiler.close)
     clip = Clip(run.clip_norm, by_tensor=run.clip_grad == "tensor")
@@ -251,6 +223,48 @@ def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_i
         stepped=profiler.stepped,
     )
     return trainer, trackers
+
+
+def build_progress(launch: Launch, own_id: str, trackers: Trackers, swarm: Callable[[], Mapping[str, Any]]) -> Progress:
+    """The figures, on the disk and, of rank 0, where people look; swarm: what the sidecar sees of the others."""
+    peer, is_main, closing = launch.peer, launch.group.is_main, launch.closing
+
+    def total_samples() -> int:
+        return launch.end.total
+
+    progress = Progress(
+        launch.output / "metrics.jsonl" if is_main else None,
+        total_samples=total_samples,
+        quiet=wanted(peer.log_format),
+        print_loss=peer.print_loss,
+        swarm=swarm,
+        tell=trackers.log,
+    )
+    closing.callback(progress.close)
+    if is_main:
+        show(peer, launch.run, own_id, progress.values, total_samples, closing)
+    return progress
+
+
+def build_feed(launch: Launch, learner: Learner, source: Source | None) -> Feed:
+    run, peer, group = launch.run, launch.peer, launch.group
+    feed = Feed(
+        source,
+        Decoder(run, peer.dataloader_num_workers, learner.caches.latents, peer.prior_loss_weight if peer.with_prior_preservation else None),
+        group,
+        batch_samples=peer.train_batch_size,
+        accumulation=peer.gradient_accumulation_steps,
+        stopping=launch.stopping,
+        buckets=Buckets.of(run, learner.model.resolution_multiple),
+        bucket_info=peer.output_bucket_info and group.is_main,
+        ahead_steps=peer.loader_prefetch_size,
+        placed_steps=peer.device_prefetch_size,
+        place=learner.place.whole if learner.ahead else learner.place.pixels,
+        encode=learner.ahead,
+        beside=learner.prior and learner.prior.beside,
+    )
+    launch.closing.callback(feed.close)
+    return feed
 
 
 def build_trial(launch: Launch, learner: Learner) -> Trial | None:

@@ -1,6 +1,7 @@
 """What every program of distributed-diffusion shares: errors, logs, configuration, the DHT, signed records, the wire protocol.
 
-Imports nothing from `peer` or `datasetserver`. Only the DHT's modules and `records.py` import hivemind, and none of them torch.
+Imports nothing from `peer` or `datasetserver`. Only `daemon.py`, `dht*.py`, `identity.py`, `maddrs.py`, `places.py`,
+`ports.py` and `reachability.py` import hivemind, and none of them torch.
 """
 
 from swarm.lazy_hub import import_without_hub

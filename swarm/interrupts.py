@@ -1,4 +1,4 @@
-"""Ending a short program by Ctrl-C or SIGTERM, in order."""
+"""Ending a program by Ctrl-C or SIGTERM, in order."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Within it SIGTERM, and SIGINT unless it is ignored, raise KeyboardInterrupt, so that the program takes its temporary files with it.
+    """Within it SIGTERM, and SIGINT unless it is ignored, raise KeyboardInterrupt, so that a short program takes its temporary files with it.
 
     Where asyncio runs, its tasks are cancelled instead: of exceptions raised at any line of it, 11 of 212 hung or were lost.
     """
@@ -31,6 +31,14 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT, of the loop that runs: for a program that goes on until then."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
 
 
 def _cancel(loop: asyncio.AbstractEventLoop) -> None:

@@ -12,9 +12,8 @@ import asyncio
 import ipaddress
 import json
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
@@ -145,9 +144,9 @@ class _Busy(Exception):
 class Prober:
     """Answers those who ask on `p2p`, within a budget, one after the other. It cannot tell what it is not free to try."""
 
-    def __init__(self, p2p: P2P, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, p2p: P2P):
         self._p2p, self._dialling, self._waiting = p2p, asyncio.Lock(), 0
-        self._budget = Quota(_PER_MINUTE, _PER_MINUTE_AND_ASKER, 60.0, clock)
+        self._budget = Quota(_PER_MINUTE, _PER_MINUTE_AND_ASKER, 60.0)
 
     async def start(self) -> None:
         await self._p2p._client.add_unary_handler(DIAL_ME, self._answer)

@@ -11,6 +11,7 @@ Two rules, since a run keeps its id for as long as it lives, whatever the progra
 the run uses. It is not hashed, since it follows from the values.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,11 @@ _EXACT = 2**53
 _UPDATE = "Update: git pull, then ./scripts/setup; then start again."
 _LONGEST_ERROR = 500
 """Characters of an error about what a stranger may have written."""
+
+
+def with_own_places(run: Any, given: Mapping[str, Any]) -> Any:
+    """The run with a peer's places where it gave some: those of the host say nothing on another machine."""
+    return dataclasses.replace(run, **{name: given[name] for name in PLACES if given.get(name)})
 
 
 def written(values: Mapping[str, Any], sent: Iterable[str] | None) -> dict[str, Any]:

@@ -91,22 +91,15 @@ def for_programs(seen: Mapping[str, Any]) -> dict[str, Any]:
     return {**seen, "figures": dataclasses.asdict(figures(seen))}
 
 
-def fetch(where: str, *, seconds: float = 15.0, run_id: str = "", token: str = "") -> dict[str, Any]:
-    """What a server or a peer says of the swarm: the fields of `protocol.Progress`, those a peer cannot know being None.
-
-    token: shown to a server, and to it alone. Raises UserError when `where` is neither a URL nor a multiaddr, does not answer, or is something else.
-    """
-    with asking(where, seconds=seconds, run_id=run_id, token=token) as look:
-        return look()
-
-
 @contextlib.contextmanager
 def asking(
     where: str | Sequence[str], *, seconds: float = 15.0, run_id: str = "", token: str = ""
 ) -> Iterator[Callable[[], dict[str, Any]]]:
-    """A function that looks as `fetch` does, any number of times; a node in the DHT is kept between looks.
+    """A function that returns what a server or a peer says of the swarm: the fields of `protocol.Progress`, those a peer cannot know being None.
 
-    where: also several peers' multiaddrs, of which one has to answer.
+    It may be called any number of times; a node in the DHT is kept between looks. where: also several peers' multiaddrs, of which one has to
+    answer. token: shown to a server, and to it alone. Raises UserError when `where` is neither a URL nor a multiaddr, does not answer, or is
+    something else.
     """
     if isinstance(where, str) and not where.startswith("/"):
         yield lambda: _from_server(where, seconds, token)

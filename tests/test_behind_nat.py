@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from scripts.churn.checks import read_rounds
 from swarm.run_config import RunConfig
 from tests import natted
 from tests.warm import Warm
@@ -40,8 +41,7 @@ class Process:
         return "\n".join([*told[:30], "...", self.log[-1000:]])
 
     def rounds(self) -> list[dict]:
-        path = self.folder / "rounds.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return read_rounds(self.folder)
 
     def round(self) -> int:
         return max((line["round"] for line in self.rounds()), default=0)

@@ -25,7 +25,6 @@ HOMES = {  # a library: the files and folders that may import it
         "swarm/places.py",
         "swarm/ports.py",
         "swarm/reachability.py",
-        "swarm/records.py",
         "peer/sync/",
     ),
     "diffusers": (

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import psutil
@@ -24,6 +23,7 @@ from swarm.digest import digest_model
 from tests import tiny
 from tests.conftest import ROOT
 from tests.datasetserver.hosting import Host
+from tests.looking import alive, progress
 from tests.warm import Warm
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -186,22 +186,11 @@ class Swarm:
         return psutil.wait_procs({process for peer in self.peers for process in peer.tree if alive(process)}, timeout=30)[1]
 
 
-def alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 @pytest.fixture
 def swarm(tmp_path, tiny_model):
     made = Swarm(tmp_path, tiny_model)
     yield made
     made.close()
-
-
-def progress(host: Host) -> dict:
-    with urllib.request.urlopen(f"{host.url}/v1/progress", timeout=60) as answer:
-        return json.load(answer)
 
 
 def counted(host: Host) -> int:

@@ -21,7 +21,6 @@ from tests import tiny
 
 LORA, WORD = {"method": "lora"}, {"placeholder_token": "<dicoo>", "initializer_token": "toy"}
 TEXTS = {"train_text_encoder": True}
-ENDLESS = {"lr_scheduler": "cosine"}
 WRONG = {
     "run_name": [("",), ("a\nb",), ("a" * 201,)],
     "model": [("",), ("/nowhere/at/all",), ("some/file.safetensors",)],

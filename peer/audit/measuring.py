@@ -19,8 +19,9 @@ from peer.contracts import Model, Params, Sample
 from peer.drawing.held_out import encoded, losses_of
 from peer.drawing.validation import evaluated
 from peer.machine.device import Precision
+from peer.rooms import load_part
 from peer.sync.engine.codec import Part, add_up, rough_square
-from peer.sync.engine.outer import RoundInfo, load_strategy
+from peer.sync.engine.outer import RoundInfo
 from peer.sync.engine.state import State
 from peer.sync.engine.vectors import Flat
 from swarm.run_config import RunConfig
@@ -84,7 +85,7 @@ class Measuring:
 
         norm = math.sqrt(add_up(rough_square(values(part)) for part in parts))
         info = RoundInfo(state.header.round + 1, state.header.samples, norm)
-        strategy = load_strategy(f"peer.sync.{self.run.sync}:strategy", self.run)
+        strategy = load_part("sync", self.run.sync).strategy(self.run)
         return ((part, strategy.outer_step([part.of(vector) for vector in old], values(part), info)[0]) for part in parts)
 
     def _write(self, flat: Flat, pieces: Iterator[tuple[Part, Tensor]]) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peer.contracts import CommittedRound, Sample, SourceContext
+from peer.contracts import Sample, SourceContext
+from peer.data.alone import Alone
 from swarm import files
 from swarm.captions import CAPTION_COLUMNS, Faults
 from swarm.digest import digest_bytes, digest_json
@@ -24,7 +25,6 @@ from swarm.held_out import WHOLE, held_out, unfit
 from swarm.picture_file import BadSample, has_mask, opened, orientation_of, turned, upright_mask
 from swarm.picture_folder import Pair, Piece, listed, nothing_in
 from swarm.subsets import list_dataset
-from swarm.wrong_states import Accusation
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def build(context: SourceContext) -> "Directory":
     return Directory(context.folder, rules, context.cache_dir, epochs=context.epochs)
 
 
-class Directory:
+class Directory(Alone):
     """Yields every good picture `repeats` times an epoch, in an order that only (seed, epoch) decides; samples given back come first.
 
     A sample's key is `epoch:name`, and `epoch.n:name` for the n-th repeat.
@@ -74,6 +74,7 @@ class Directory:
 
     def __init__(self, folder: Path, rules: Rules, cache_dir: Path, *, epochs: int | None):
         """cache_dir: where it is kept which pictures need not be decoded at the next start."""
+        super().__init__()
         self._folder, self._seed, self._epochs = folder, rules.seed, epochs
         self._pairs = {_as_text(pair.name): pair for pair in good_pairs(folder, rules, cache_dir)}
         self._held_out = self._choose(rules)
@@ -85,8 +86,6 @@ class Directory:
         self._digest = digest_json(self._places)
         self._epoch = self._position = 0
         self._shuffled, self._shuffled_for = self._places, -1
-        self._again: deque[str] = deque()
-        self._closed = False
 
     def _choose(self, rules: Rules) -> list[str]:
         """Names of the pictures that are held out. Raises UserError where the split fits no folder like this one, and we chose it."""
@@ -140,25 +139,6 @@ class Directory:
     def held_out(self) -> Sequence[Sample] | None:
         return [self._read(f"held out:{name}") for name in self._held_out]
 
-    def register(self, number: int, keys: Sequence[str]) -> str:
-        """Nobody but this peer trains on the folder, so there is nobody to tell."""
-        return ""
-
-    def report_final(self, committed_round: CommittedRound) -> None:
-        """No ledger to tell."""
-
-    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
-        """No ledger to tell."""
-
-    def acknowledge(self, keys: Sequence[str]) -> None:
-        """An epoch yields every sample once anyway."""
-
-    def rest(self, resting: bool) -> None:
-        """Nobody else waits for these samples."""
-
-    def give_back(self, keys: Sequence[str]) -> None:
-        self._again.extendleft(reversed(keys))
-
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "position": self._position, "again": list(self._again), "pictures": self._digest}
 
@@ -169,9 +149,6 @@ class Directory:
             log.warning("the pictures in %s are not those of the checkpoint; epoch %d begins again", self._folder, self._epoch + 1)
             self._position = 0
             self._again = deque(key for key in self._again if key.partition(":")[2] in self._pairs)
-
-    def close(self) -> None:
-        self._closed = True
 
 
 class Whole:

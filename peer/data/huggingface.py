@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from peer.contracts import CommittedRound, Sample, SourceContext
+from peer.contracts import Sample, SourceContext
+from peer.data.alone import Alone
 from swarm.dataset_rows import HubDataset
 from swarm.errors import UserError
 from swarm.picture_file import BadSample, has_mask, opened
-from swarm.wrong_states import Accusation
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(first) - 1, int(count)
 
 
-class HuggingFace:
+class HuggingFace(Alone):
     """The source; see the module. A sample's key is `epoch:file:window:row`, which says where it is found again."""
 
     def __init__(self, dataset: HubDataset, part: tuple[int, int], *, seed: str, prompt: str | None, epochs: int | None, masks: bool = False):
@@ -54,6 +54,7 @@ class HuggingFace:
 
         masks: whether the run has a use for them: then the first rows' are counted.
         """
+        super().__init__()
         self._dataset, self._seed, self._epochs = dataset, seed, epochs
         self._bare = {"spare": prompt or "", "empty_ok": prompt is not None}
         with dataset.told():
@@ -64,8 +65,7 @@ class HuggingFace:
         self._going: tuple[tuple[int, int], Any, Any] = _NOWHERE
         self._rows: tuple[str, list[Sample]] = ("", [])
         self._spare: tuple[str, list[Sample]] = ("", [])
-        self._again: deque[str] = deque()
-        self._any = self._closed = False
+        self._any = False
         self._counts_masks = masks
 
     def __length_hint__(self) -> int:
@@ -163,25 +163,6 @@ class HuggingFace:
         """None are: where --validation_split says otherwise, `peer.wiring` refuses."""
         return []
 
-    def register(self, number: int, keys: Sequence[str]) -> str:
-        """There is nobody to tell: which rows are whose is said by --dataset_part."""
-        return ""
-
-    def report_final(self, committed_round: CommittedRound) -> None:
-        """No ledger to tell."""
-
-    def report_proofs(self, accusations: Sequence[Accusation]) -> None:
-        """No ledger to tell."""
-
-    def acknowledge(self, keys: Sequence[str]) -> None:
-        """An epoch yields every row once anyway."""
-
-    def rest(self, resting: bool) -> None:
-        """Nobody else waits for these samples."""
-
-    def give_back(self, keys: Sequence[str]) -> None:
-        self._again.extendleft(reversed(keys))
-
     def state_dict(self) -> dict[str, Any]:
         place = {"epoch": self._epoch, "file": self._file, "window": self._window, "position": self._position}
         return {**place, "starts": dict(self._starts), "again": list(self._again)}
@@ -190,9 +171,6 @@ class HuggingFace:
         self._epoch, self._file, self._window = state["epoch"], state["file"], state["window"]
         self._position, self._starts, self._again = state["position"], dict(state["starts"]), deque(state["again"])
         self._any = any((self._epoch, self._file, self._window, self._position))
-
-    def close(self) -> None:
-        self._closed = True
 
 
 def _tell_masks(samples: Sequence[Sample]) -> None:

@@ -4,16 +4,15 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import Self
 
 from peer.config import PeerConfig
+from swarm import child
 from swarm.errors import ExitCode
 from swarm.options import build
 from swarm.run_config import RunConfig
@@ -23,7 +22,6 @@ MEMORY_SHARE = 0.5
 HOPELESS = (ExitCode.CONFIG, ExitCode.MEMORY)
 """Exit statuses after which it goes no better with a later state."""
 _STDERR = 2
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ async def begin(command: tuple[str, ...], stdout: int = _STDERR) -> asyncio.subp
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=stdout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))},
+        env=child.environment(),
     )
 
 

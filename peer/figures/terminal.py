@@ -30,9 +30,7 @@ def wanted(log_format: str) -> bool:
 
 
 @contextlib.contextmanager
-def display(
-    title: str, values: Callable[[], Mapping[str, Any]], *, total_samples: Callable[[], int], console: Console | None = None
-) -> Iterator[None]:
+def display(title: str, values: Callable[[], Mapping[str, Any]], *, total_samples: Callable[[], int]) -> Iterator[None]:
     """Show `values()`, by the names of `peer.figures.metrics.METRICS`, at the bottom of the terminal that stderr is, until the context ends.
 
     total_samples: where the run ends now, for its host may put that off; 0: nowhere.
@@ -41,7 +39,7 @@ def display(
     terminal = os.dup(2)
     reading, writing = os.pipe()
     with os.fdopen(terminal, "w", encoding="utf-8", errors="backslashreplace") as file:
-        console = console or Console(file=file)
+        console = Console(file=file)
         live = Live(
             console=console,
             get_renderable=lambda: lines(title, values(), total_samples()),

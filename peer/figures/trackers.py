@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from swarm.errors import UserError
 
-NAMES = ("none", "tensorboard", "wandb", "all")
-
 
 class Tracker(Protocol):
     def log(self, step: int, values: Mapping[str, Any]) -> None: ...

@@ -1,6 +1,5 @@
 """One start of a peer, as all its parts see it."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,12 +11,12 @@ import torch
 from peer.config import PeerConfig
 from peer.launch.joining import Joined
 from peer.machine.device import RankGroup
+from peer.results.output_folder import made
 from swarm.bans import Bans
 from swarm.end import EXTENSION_FILE, End
-from swarm.errors import ExitCode, UserError
 from swarm.members import Members
 from swarm.run_config import RunConfig
-from swarm.run_identity import PLACES
+from swarm.run_identity import with_own_places
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +52,9 @@ class Launch:
 
     @property
     def run_here(self) -> RunConfig:
-        """The run with this peer's places where it gave some: those of the host say nothing on another machine."""
-        return dataclasses.replace(self.run, **{name: self.given[name] for name in PLACES if self.given.get(name)})
+        return with_own_places(self.run, self.given)
 
     @property
     def output(self) -> Path:
         """Where this peer writes. Raises UserError when it cannot be made."""
-        folder = Path(self.peer.output_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
-        return folder
+        return made(Path(self.peer.output_dir))

@@ -24,6 +24,7 @@ from peer.machine import largest_batch
 from peer.machine.device import RankGroup, choose_device, set_threads
 from peer.machine.making_room import useless
 from peer.machine.turns import in_turns, to_try
+from peer.rooms import load_part
 from swarm import files
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError, circumstances
@@ -128,13 +129,12 @@ def free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:
     """Of the host's memory, without what averaging will take of it."""
     from peer.sync.engine.codec import Wire
     from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, host_bytes
-    from peer.sync.engine.outer import load_strategy
     from peer.sync.engine.vectors import Schema
 
     if not swarms(run.sync):
         return available_bytes()
     wire = Wire.of(run.wire, Schema.of(params))
-    needs = host_bytes(load_strategy(f"peer.sync.{run.sync}:strategy", run), wire, state_on=peer.state_on)
+    needs = host_bytes(load_part("sync", run.sync).strategy(run), wire, state_on=peer.state_on)
     return available_bytes() - sum(needs.values()) - SIDECAR_BYTES
 
 

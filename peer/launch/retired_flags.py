@@ -18,7 +18,6 @@ GONE = {
     "shuffle": "Remove it: the order of the data follows --seed.",
     "skip_validation": "Remove it: nothing is drawn without --validation_prompts.",
     "use_xformers": "Remove it: torch's own attention is as frugal.",
-    "validation_epochs": "Use --validation_steps.",
     "workingdirectory": "Use --cache_dir.",
 }
 """A flag of the original, of diffusers' scripts or of their XLA ones that has no meaning here: what to do."""

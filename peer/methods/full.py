@@ -18,7 +18,7 @@ class Full:
         self._run = run
 
     def whole(self, model: Model) -> list[str]:
-        return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
+        return trained_parts(model, self._run)
 
     def begin(self, model: Model) -> None:
         return None

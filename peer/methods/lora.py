@@ -15,7 +15,7 @@ from peer.methods.shared.adapters import add_adapters, layers, shown, uniform
 from peer.methods.shared.lora_file import fill, read_lora
 from peer.methods.shared.parts import plain, trained_parts
 from swarm.digest import seed_of
-from swarm.run.adapters import targets
+from swarm.run.adapters import alpha, targets
 from swarm.run_config import RunConfig
 
 _ATTENTION = re.compile(r"\.(to_q|to_k|to_v|to_out)(?:\.0)?\.lora\.")
@@ -49,7 +49,7 @@ class Lora:
 
     def _measure(self, model: Model) -> None:
         ends = targets(self._run, model.facts) if self._run.use_dora else ()
-        parts = {name: model.parts[name] for name in self._names(model)}
+        parts = {name: model.parts[name] for name in trained_parts(model, self._run)}
         found = {f"{name}.{plain(key)}": part.get_submodule(key) for name, part in parts.items() for key in layers(part, ends)}
         self._lengths = {name: _lengths(layer.weight) for name, layer in found.items()}
 
@@ -59,16 +59,16 @@ class Lora:
         if self._lengths is None:
             self._measure(model)
         config = partial(
-            LoraConfig, r=self._run.rank, lora_alpha=self._alpha, lora_dropout=self._run.lora_dropout, use_dora=self._run.use_dora
+            LoraConfig, r=self._run.rank, lora_alpha=alpha(self._run), lora_dropout=self._run.lora_dropout, use_dora=self._run.use_dora
         )
-        params = add_adapters(model, self._names(model), targets(self._run, model.facts), config)
+        params = add_adapters(model, trained_parts(model, self._run), targets(self._run, model.facts), config)
         for key, parameter in params.items():
             if _LENGTH in key:
                 parameter.data.copy_(self._lengths[key.split(_LENGTH)[0]].view_as(parameter))
             else:
                 _initialise(key, parameter, self._run)
         if self._given is not None:
-            fill(params, self._given, self._alpha / self._run.rank)
+            fill(params, self._given, alpha(self._run) / self._run.rank)
         return params
 
     def export(self, model: Model, params: Params, folder: Path) -> None:
@@ -76,9 +76,9 @@ class Lora:
         from peft.utils import get_peft_model_state_dict
 
         options = {}
-        for name in self._names(model):
+        for name in trained_parts(model, self._run):
             part = model.parts[name]
-            tensors = _scaled(get_peft_model_state_dict(part), self._alpha / self._run.rank)
+            tensors = _scaled(get_peft_model_state_dict(part), alpha(self._run) / self._run.rank)
             if name != model.facts.denoiser:
                 tensors = _with_text_model(tensors)
             elif model.facts.lora_processors:
@@ -86,13 +86,6 @@ class Lora:
             options[f"{name}_lora_layers"] = tensors
             options[f"{name}_lora_adapter_metadata"] = _shown(part.peft_config["default"])
         type(model.pipeline).save_lora_weights(folder, **options)
-
-    @property
-    def _alpha(self) -> float:
-        return self._run.lora_alpha or self._run.rank
-
-    def _names(self, model: Model) -> list[str]:
-        return trained_parts(model, train_text_encoder=self._run.train_text_encoder)
 
 
 def _lengths(weight: Tensor) -> Tensor:

@@ -14,12 +14,8 @@ from torch import Tensor, nn
 from peer.contracts import Model, Params
 from peer.methods.shared.parts import freeze, text_encoders, tokenizers
 from swarm.errors import UserError
+from swarm.run.methods.textual_inversion import file_of
 from swarm.run_config import RunConfig
-
-
-def file_of(encoder: str) -> str:
-    """As diffusers' textual_inversion.py and textual_inversion_sdxl.py call it; in each the placeholder is the only key."""
-    return f"learned_embeds{encoder.removeprefix('text_encoder')}.safetensors"
 
 
 def build(run: RunConfig) -> "TextualInversion":

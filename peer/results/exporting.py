@@ -25,7 +25,6 @@ from peer.results.forms.single_file import write_single_file
 from peer.results.header import header
 from peer.results.result import Result, read_result, tidy, write_result
 from peer.rooms import load_part
-from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.state import BadState, State
 from peer.sync.engine.transfer.disk import read_state
 from peer.sync.engine.vectors import Flat, Schema
@@ -176,7 +175,7 @@ def run_beside(folder: Path) -> RunConfig:
 @torch.no_grad()
 def fill(params: Params, path: Path, run: RunConfig) -> State:
     """Put what was trained into `params`. Raises UserError (disk) when the file is damaged or of something else."""
-    schema, slots = Schema.of(params), load_strategy(f"peer.sync.{run.sync}:strategy", run).slots
+    schema, slots = Schema.of(params), load_part("sync", run.sync).strategy(run).slots
     try:
         state = read_state(path, 4 * schema.size * (1 + slots))
         if (state.header.run, state.header.schema) != (run.digest, schema.digest):

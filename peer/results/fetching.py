@@ -12,8 +12,8 @@ from peer.data.client.transport import Refusal, ServerAway
 from peer.launch.joining import Joined
 from peer.launch.membership import visitor
 from peer.launch.resolving import resolve_run
+from peer.rooms import load_part
 from peer.sync.engine.assistant import newest_state
-from peer.sync.engine.outer import load_strategy
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
@@ -70,7 +70,7 @@ async def _fetch(joined: Joined, token: str, named: Collection[str], folder: Pat
         initial_peers=joined.initial_peers, identity_path=identity, client_mode=True, deadline_seconds=min(seconds, 60)
     )
     try:
-        strategy, known = load_strategy(f"peer.sync.{run.sync}:strategy", run), (joined.last_known or {}).get("digest", "")
+        strategy, known = load_part("sync", run.sync).strategy(run), (joined.last_known or {}).get("digest", "")
         members = await asyncio.to_thread(visitor, joined, identity, token)
         node.admit(members)
         state = await newest_state(run, strategy, node, members, seconds, named, known)

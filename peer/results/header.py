@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from peer.contracts import Model
+from peer.methods.shared.tensor_file import read
 from swarm import files
 from swarm.run.family import Family
 from swarm.run.method import Method, method_named
@@ -124,11 +125,3 @@ def say(folder: Path, said: Mapping[str, str]) -> None:
     for path in folder.glob("*.safetensors"):
         tensors, before = read(path)
         save(tensors, path, {**before, **said})
-
-
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A file's tensors, and its header."""
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from peer.methods.shared.tensor_file import read
 from peer.models.diffusion.source import first_line, locate
 from peer.results.result import Result, read_result
 from swarm.errors import UserError
@@ -144,12 +145,10 @@ def read_embedding(path: Path, suffixes: Mapping[str, str] = MappingProxyType({}
     suffixes: by a key of such a file.
     """
     import torch
-    from safetensors import safe_open
 
     if path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            word = (file.metadata() or {}).get("placeholder_token", path.stem)
+        tensors, said = read(path)
+        word = said.get("placeholder_token", path.stem)
     else:
         tensors, word = torch.load(path, map_location="cpu", weights_only=True), path.stem
         if isinstance(tensors.get("string_to_param"), dict):  # A1111's .pt

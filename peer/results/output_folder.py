@@ -59,6 +59,15 @@ def folder_id(run: RunConfig, peer: PeerConfig) -> str:
     return run.run_id if peer.swarming else digest_json([run.digest, run.model, peer.own_data_told])[:16]
 
 
+def made(folder: Path) -> Path:
+    """It, which is there now. Raises UserError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made: {error.strerror}.", fix="Choose another --output_dir.", code=ExitCode.DISK) from None
+    return folder
+
+
 def lock(folder: Path) -> TextIO:
     """Keep `folder` from other processes until what is returned is closed: they would move or overwrite what is written. Raises UserError."""
     try:

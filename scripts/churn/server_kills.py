@@ -85,11 +85,11 @@ class Client(threading.Thread):
         self._register(lease_id, mine)
         action = self._rng.random()
         if action < 0.3:
-            self._insist("POST", f"/v1/leases/{lease_id}/renew", {})
+            self._insist(f"/v1/leases/{lease_id}/renew", {})
         elif action < 0.6:
             with self._told.lock:  # from now on another may have them, before we are told
                 self._told.leases[lease_id][1].clear()
-            self._insist("POST", f"/v1/leases/{lease_id}/release", {"keys": keys[len(mine) :]})
+            self._insist(f"/v1/leases/{lease_id}/release", {"keys": keys[len(mine) :]})
         if self._told.lock.acquire(blocking=False):
             try:
                 self._report()
@@ -98,7 +98,7 @@ class Client(threading.Thread):
 
     def _lease(self) -> tuple[str, list[str]]:
         """A new lease; nothing when its answer was lost."""
-        answer = self._ask("POST", "/v1/leases", {"want_samples": self._rng.randint(1, 64)})
+        answer = self._ask("/v1/leases", {"want_samples": self._rng.randint(1, 64)})
         if answer is None:
             return _NO_LEASE, []
         given = answer["shard_epochs"]
@@ -114,7 +114,7 @@ class Client(threading.Thread):
         self._number += 1
         body = {"number": self._number, "keys": keys}
         for _ in range(self._rng.choice((1, 1, 2))):
-            answer = self._insist("POST", "/v1/contributions", body)
+            answer = self._insist("/v1/contributions", body)
             if answer["registered"] != len(keys):
                 self._told.faults.append(f"{self.name} registered {len(keys)} samples, of which {answer['registered']} count")
         with self._told.lock:
@@ -131,29 +131,29 @@ class Client(threading.Thread):
         triples = [{"peer": p, "number": n, "samples": len(self._told.contributions[p, n])} for p, n in sorted(members.items())]
         said = {"digest": f"{before['round'] + 1:064x}", "parent": before["digest"], "round": before["round"] + 1, "members": triples}
         said["samples"] = before["samples"] + sum(member["samples"] for member in triples)
-        head = self._insist("POST", "/v1/rounds", said)["head"]
+        head = self._insist("/v1/rounds", said)["head"]
         if head["digest"] != said["digest"]:
             self._told.faults.append(f"the head is {head['round']}, not {said['round']}, which was reported last")
         self._told.rounds.append(said)
         self._told.pending = [pair for pair in self._told.pending if members[pair[0]] != pair[1]]
 
-    def _insist(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _insist(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for _ in range(int(ANSWER_SECONDS / 0.02)):
-            if (answer := self._ask(method, path, body)) is not None:
+            if (answer := self._ask(path, body)) is not None:
                 return answer
             if self._told.faults:
                 break
             time.sleep(0.02)
         raise RuntimeError(f"{path} was not answered")
 
-    def _ask(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+    def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
         """The answer; None when there was none. A refusal is a fault of the server's here."""
         try:
             if self._connection is None:
                 self._connection = http.client.HTTPConnection(self._netloc, timeout=60)
             data = json.dumps({**self._envelope, **body}).encode()
-            headers = {"Content-Type": "application/json", **self._signer.headers(method, path, data)}
-            self._connection.request(method, path, data, headers)
+            headers = {"Content-Type": "application/json", **self._signer.headers("POST", path, data)}
+            self._connection.request("POST", path, data, headers)
             response = self._connection.getresponse()
             status, data = response.status, response.read()
         except (OSError, http.client.HTTPException):

@@ -135,12 +135,12 @@ def prepare(folder: Path, say: Callable[[str], None] = lambda text: None) -> Non
     digits.write_folder(folder / "dataset")
     ink, _ = digits.load()
     captions = [digits.caption(digit) for digit in range(10)]
-    tiny_model.build(folder / "base", digits.pictures(ink[: digits.TRAIN_COUNT]), captions, show=every(40, "teaching its VAE", say))
+    tiny_model.build(folder / "base", digits.pictures(ink[: digits.TRAIN_COUNT]), captions, show=every(40, say))
 
 
-def every(steps: int, what: str, say: Callable[[str], None]) -> Callable[[int, int], None]:
+def every(steps: int, say: Callable[[str], None]) -> Callable[[int, int], None]:
     """To be told each step: says every `steps`th of them, and the last."""
-    return lambda step, of: say(f"     {what}: {step} of {of} steps") if step % steps == 0 or step == of else None
+    return lambda step, of: say(f"     teaching its VAE: {step} of {of} steps") if step % steps == 0 or step == of else None
 
 
 def recipe(total_samples: int) -> dict[str, Any]:

@@ -113,11 +113,11 @@ def make_vae(side: int) -> AutoencoderKL:
     )
 
 
-def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, steps: int, show: Callable[[int, int], None], batch: int = 32) -> None:
+def train_vae(vae: AutoencoderKL, pixels: torch.Tensor, steps: int, show: Callable[[int, int], None]) -> None:
     """Teach it to reconstruct `pixels` (N, 3, H, W), and set its scaling factor so that latents have unit variance."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3)
     for step in range(steps):
-        some = pixels[torch.randint(0, len(pixels), (batch,))]
+        some = pixels[torch.randint(0, len(pixels), (32,))]
         posterior = vae.encode(some).latent_dist
         values = posterior.mean[0].numel()
         loss = mse_loss(vae.decode(posterior.sample()).sample, some) + 1e-4 * posterior.kl().mean() / values

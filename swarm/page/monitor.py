@@ -6,11 +6,10 @@ It knows what peers tell each other through the DHT: no epochs, no samples per p
 import argparse
 import asyncio
 import contextlib
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from aiohttp import web
 from swarm import status
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError, run_program
+from swarm.interrupts import stop_event
 from swarm.listening import listen, url_of
 from swarm.logs import setup_logging
 from swarm.page import assets
@@ -66,9 +66,7 @@ def _main(args: argparse.Namespace) -> None:
 
 
 async def _serve(args: argparse.Namespace, sock: socket.socket) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event()
     eyes = Eyes(args.peers, args.run_id, args.timeout)
     try:
         first = asyncio.create_task(eyes.look())
@@ -95,8 +93,7 @@ async def _serve(args: argparse.Namespace, sock: socket.socket) -> None:
 class Eyes:
     """A visitor in the DHT, in a thread of its own: whoever of `peers` answers is asked, and those met through them."""
 
-    def __init__(self, peers: Sequence[str], run_id: str, seconds: float, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, peers: Sequence[str], run_id: str, seconds: float):
         self._thread = ThreadPoolExecutor(1, "dht")
         self._visit = contextlib.ExitStack()
         self._ask = self._visit.enter_context(status.asking(peers, seconds=seconds, run_id=run_id))
@@ -104,9 +101,9 @@ class Eyes:
 
     async def look(self) -> dict[str, Any]:
         """The run, as the fields of `protocol.Progress`, at most READ_SECONDS old. Raises UserError when no peer answers."""
-        if self._last is None or self._clock() - self._last[0] >= READ_SECONDS:
+        if self._last is None or time.monotonic() - self._last[0] >= READ_SECONDS:
             seen = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
-            self._last = (self._clock(), seen)
+            self._last = (time.monotonic(), seen)
         return self._last[1]
 
     async def close(self) -> None:

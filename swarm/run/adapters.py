@@ -75,8 +75,12 @@ def lycoris(run: Any, algorithm: str) -> Mapping[str, Any]:
     return {"module": "lycoris.kohya", **sizes(run), "args": json.dumps({"algo": algorithm})}
 
 
+def alpha(run: Any) -> float:
+    return run.lora_alpha or run.rank
+
+
 def sizes(run: Any) -> Mapping[str, Any]:
-    return {"dim": run.rank, "alpha": run.lora_alpha or float(run.rank)}
+    return {"dim": run.rank, "alpha": float(alpha(run))}
 
 
 def loading(pipeline: str, base: str, run: Any) -> str:

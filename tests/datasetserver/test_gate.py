@@ -25,10 +25,10 @@ from datasetserver.metrics import Metrics
 from datasetserver.tokens import add, remove
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import ErrorAnswer, Manifest
-from swarm.status import fetch
 from tests.datasetserver.hosting import write_dataset
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
 from tests.datasetserver.test_http import call, envelope, refused, signed
+from tests.looking import fetch
 
 JSON_POST = b"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 STRANGER = {"X-Forwarded-For": "198.51.100.7"}  # believed from this machine, as from a proxy on it

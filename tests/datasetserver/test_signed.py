@@ -5,6 +5,7 @@ import pytest
 from datasetserver.refused import Refused
 from datasetserver.signed import Signatures
 from swarm.signed_request import SERVER_TIME_HEADER, WINDOW_SECONDS, Signer
+from tests.datasetserver.test_book import refusal
 from tests.identities import id_of, key
 
 
@@ -13,10 +14,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def refusal(code):
-    return pytest.raises(Refused, check=lambda refused: refused.code == code)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A real browser for tests: Debian's chromium without a window, spoken to in its own protocol (DevTools) over aiohttp."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -54,19 +53,6 @@ class Tab:
 
     async def text(self, selector: str = "body") -> str:
         return await self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
-
-    async def shoot(self, path: Path, *, width: int, height: int, dark: bool = False, scale: float = 1.0, phone: bool = False) -> None:
-        """A PNG of what one sees, all of it from top to bottom when `height` is 0."""
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
-        tall = height or 800
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=tall, deviceScaleFactor=scale, mobile=phone)
-        await asyncio.sleep(0.5)  # for the charts to be drawn at their new size
-        if not height:
-            tall = await self.run("document.documentElement.scrollHeight")
-            await self.call("Emulation.setDeviceMetricsOverride", width=width, height=tall, deviceScaleFactor=scale, mobile=phone)
-            await asyncio.sleep(0.5)
-        shot = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(shot["data"]))
 
 
 class Browser:

@@ -20,6 +20,7 @@ from peer.sync.none import NoSync
 from peer.wiring import assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests.peer.flat import flat
 from tests.peer.machine.shallow import shallow_family, tiny_model  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
 
@@ -72,10 +73,6 @@ def start(tiny_model, pictures, tmp_path):  # noqa: F811
             return Recorded(closing, dataclasses.replace(run, model=run.model or str(tiny_model)), PeerConfig(**options), stop_after, sync)
 
         yield build
-
-
-def flat(params):
-    return torch.cat([parameter.detach().flatten() for parameter in params.values()])
 
 
 def test_the_run_ends_at_its_total_and_leaves_a_checkpoint_and_metrics(start, tmp_path):

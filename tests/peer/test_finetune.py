@@ -1,6 +1,5 @@
 """The programs as people start them: real processes, real signals, several ranks."""
 
-import contextlib
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from swarm.errors import ExitCode, UserError, run_program
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
+from tests.looking import alive
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
 from tests.warm import Warm
 
@@ -190,12 +190,6 @@ def wait_for(condition, seconds=200):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def alive(process):
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def training(output):

@@ -55,7 +55,7 @@ def test_a_swarm_that_cannot_work_is_refused_before_it_starts(argv):
 
 def test_what_takes_long_says_how_far_it_is():
     said = []
-    tell = quickstart.every(50, "teaching its VAE", said.append)
+    tell = quickstart.every(50, said.append)
     for step in range(1, 121):
         tell(step, 120)
     assert [line.strip() for line in said] == [f"teaching its VAE: {step} of 120 steps" for step in (50, 100, 120)]

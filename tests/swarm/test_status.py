@@ -28,6 +28,7 @@ from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 from swarm.urls import check_url
 from tests.datasetserver.hosting import Host
+from tests.looking import fetch
 
 
 @contextlib.contextmanager
@@ -141,12 +142,12 @@ def test_a_password_in_a_url_is_refused_for_all_peers_read_it():
 @pytest.mark.parametrize("where", ["example", "ftp://host/x", "http://", "http://host:99999", "http://host:0"])
 def test_what_is_neither_a_url_nor_a_multiaddr_is_refused(where):
     with pytest.raises(UserError, match=r"is not a URL|does not say http or https"):
-        status.fetch(where)
+        fetch(where)
 
 
 def test_a_bad_multiaddr_is_refused_with_an_example():
     with pytest.raises(UserError, match="It looks like /ip4/"):
-        status.fetch("/ip4/127.0.0.1/tcp/31337")
+        fetch("/ip4/127.0.0.1/tcp/31337")
 
 
 def test_peers_alone_tell_how_the_swarm_is_doing():
@@ -200,7 +201,7 @@ def test_a_peers_multiaddr_is_enough_to_see_the_swarm(tmp_path):
 
             living = asyncio.create_task(live())
             try:
-                return await asyncio.to_thread(status.fetch, (await node.maddrs())[0], seconds=60), node.peer_id
+                return await asyncio.to_thread(fetch, (await node.maddrs())[0], seconds=60), node.peer_id
             finally:
                 await end_tasks(living)
         finally:
@@ -222,7 +223,7 @@ def test_a_server_without_a_run_says_so(tmp_path):
     host = Host(tmp_path, founds=False).start()
     try:
         with pytest.raises(UserError, match="no run yet"):
-            status.fetch(host.url)
+            fetch(host.url)
     finally:
         host.stop()
 

@@ -24,7 +24,7 @@ class Distance:
     ahead: float
 
 
-def distance(url: str, token: str = "", seconds: float = 10.0) -> Distance:
+def distance(url: str, token: str = "") -> Distance:
     """Raises ServerAway, and UserError when it wants another token."""
 
     async def ask() -> Distance:
@@ -32,7 +32,7 @@ def distance(url: str, token: str = "", seconds: float = 10.0) -> Distance:
         async with open_session() as session:
             for _ in range(_TRIES):
                 began, wall = time.monotonic(), time.time()
-                reply = await exchange(session, "GET", url, "/v1/run", seconds=seconds, token=token)
+                reply = await exchange(session, "GET", url, "/v1/run", seconds=10.0, token=token)
                 took = time.monotonic() - began
                 try:
                     told = protocol.RunAnswer.model_validate_json(reply.body).server_time

@@ -58,10 +58,10 @@ def found_run(
     return check_run(url, reply.status, reply.body, known_hosts=known_hosts)
 
 
-def ask_membership(url: str, run: RunConfig, signer: Signer, timeout: float = 10.0, *, token: str = "") -> Membership:
+def ask_membership(url: str, run: RunConfig, signer: Signer, *, token: str = "") -> Membership:
     """Ask the run's server to let this peer in. Raises UserError: NETWORK when it does not answer, AUTH when it does not want to."""
     peer = signer.key.peer_id
-    reply = asyncio.run(_ask("POST", url, "/v1/members", {"run_id": run.run_id, "peer": peer}, timeout, token, signer))
+    reply = asyncio.run(_ask("POST", url, "/v1/members", {"run_id": run.run_id, "peer": peer}, 10.0, token, signer))
     if reply.error:
         code = ExitCode.AUTH if reply.status in (401, 403) and reply.code != CLOCK_DIFFERS else ExitCode.NETWORK
         raise UserError(f"{url} does not let this peer in: {reply.error.message}", fix=reply.error.fix, code=code)
@@ -82,9 +82,9 @@ def report_round(url: str, run: RunConfig, signer: Signer, committed_round: Comm
         log.warning("the dataset server did not take round %d: status %d %s", committed_round.round, reply.status, reply.code)
 
 
-def send_picture(url: str, signer: Signer, body: Mapping[str, Any], timeout: float = 30.0, *, token: str = "") -> str:
+def send_picture(url: str, signer: Signer, body: Mapping[str, Any], *, token: str = "") -> str:
     """Put a `protocol.PictureRequest`, once; the code of the server's refusal, '' when it took it. Raises UserError when it does not answer."""
-    reply = asyncio.run(_ask("PUT", url, "/v1/pictures", dict(body), timeout, token, signer))
+    reply = asyncio.run(_ask("PUT", url, "/v1/pictures", dict(body), 30.0, token, signer))
     return "" if reply.status < 300 else reply.code or f"status {reply.status}"
 
 

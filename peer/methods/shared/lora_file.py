@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from peer.contracts import Model, Params
 from peer.methods.shared.adapters import layers
 from peer.methods.shared.parts import plain
+from peer.methods.shared.tensor_file import read
 from swarm.errors import UserError
 from swarm.run.adapters import targets
 from swarm.run.methods.lora import there
@@ -26,7 +27,7 @@ def read_lora(run: RunConfig, model: Model) -> dict[str, Tensor]:
     """Float32 tensors by the names of the run's parameters, as strong as the file has them at alpha = rank. Raises UserError."""
     path = there(run)
     try:
-        tensors, header = _read(path)
+        tensors, header = read(path)
         unet = {"unet_config": model.parts[model.facts.denoiser].config} if model.facts.lora_processors else {}
         found = type(model.pipeline).lora_state_dict(_as_diffusers(_at_rank(tensors), run, model), **unet)
         tensors = found[0] if isinstance(found, tuple) else found
@@ -59,13 +60,6 @@ def fill(params: Params, given: Mapping[str, Tensor], scale: float) -> None:
         if given[name].squeeze().shape != parameter.squeeze().shape:
             raise UserError(f"The LoRA of --lora_weights has {name} of another shape.", fix=fix)
         parameter.copy_((given[name] / scale if ".lora_B." in name and scale != 1 else given[name]).view_as(parameter))
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
 def _at_rank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from peer.contracts import Model
+from swarm.run_config import RunConfig
 
 
 def text_encoders(model: Model) -> dict[str, nn.Module]:
@@ -16,10 +17,10 @@ def tokenizers(model: Model) -> dict[str, Any]:
     return {name: getattr(model.pipeline, model.facts.text_encoders[name].tokenizer) for name in text_encoders(model)}
 
 
-def trained_parts(model: Model, *, train_text_encoder: bool) -> list[str]:
+def trained_parts(model: Model, run: RunConfig) -> list[str]:
     """Names of the denoiser and, where asked for, of the text encoders that a fine-tune may train."""
     encoders = [name for name in text_encoders(model) if model.facts.text_encoders[name].trainable]
-    return [model.facts.denoiser, *(encoders if train_text_encoder else ())]
+    return [model.facts.denoiser, *(encoders if run.train_text_encoder else ())]
 
 
 def freeze(model: Model) -> None:

@@ -13,7 +13,7 @@ from peer.contracts import Model, Params
 from peer.methods.shared.adapters import add_adapters, shown, uniform
 from peer.methods.shared.parts import plain, trained_parts
 from swarm.digest import seed_of
-from swarm.run.adapters import targets
+from swarm.run.adapters import alpha, targets
 from swarm.run_config import RunConfig
 
 _ZERO = ("hada_w2_b", "lokr_w1")
@@ -35,8 +35,8 @@ class Products:
     @torch.no_grad()
     def attach(self, model: Model) -> Params:
         """One matrix of each product is 0, so that training starts from the base model; all else is drawn, the same bits at every peer."""
-        config = partial(self._config, r=self._run.rank, alpha=self._alpha)
-        params = add_adapters(model, self._names(model), targets(self._run, model.facts), config)
+        config = partial(self._config, r=self._run.rank, alpha=alpha(self._run))
+        params = add_adapters(model, trained_parts(model, self._run), targets(self._run, model.facts), config)
         for key, parameter in params.items():
             if key.split(".")[-2] in _ZERO:  # by name: peft has several ways to begin, and a release may choose another
                 parameter.zero_()
@@ -50,7 +50,7 @@ class Products:
         from safetensors.torch import save_file
 
         lycoris: dict[str, Tensor] = {}
-        for name in self._names(model):
+        for name in trained_parts(model, self._run):
             tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in get_peft_model_state_dict(model.parts[name]).items()}
             (folder / name).mkdir()
             save_file({f"base_model.model.{key}": tensor for key, tensor in tensors.items()}, folder / name / "adapter_model.safetensors")
@@ -68,18 +68,11 @@ class Products:
         for parts in layers.values():
             if not any(kind.endswith("_b") for kind in parts):
                 first = min(parts)
-                parts[first] = parts[first] * (self._alpha / self._run.rank)
-            parts["alpha"] = torch.tensor(float(self._alpha))
+                parts[first] = parts[first] * (alpha(self._run) / self._run.rank)
+            parts["alpha"] = torch.tensor(float(alpha(self._run)))
         return {f"{layer}.{kind}": tensor for layer, parts in layers.items() for kind, tensor in parts.items()}
 
     def _prefix(self, model: Model, name: str) -> str:
         if name == model.facts.denoiser:
             return "lora_unet_" if model.facts.lora_processors else "lycoris_"
         return f"lora_te{[*model.facts.text_encoders].index(name) + 1}_text_model_"
-
-    @property
-    def _alpha(self) -> float:
-        return self._run.lora_alpha or self._run.rank
-
-    def _names(self, model: Model) -> list[str]:
-        return trained_parts(model, train_text_encoder=self._run.train_text_encoder)

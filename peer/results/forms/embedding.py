@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from peer.results.header import read, save
+from peer.methods.shared.tensor_file import read
+from peer.results.header import save
 from peer.results.loading import EMBEDDINGS, files_beside, read_embedding
 from swarm.errors import UserError
 from swarm.run.family import family_named

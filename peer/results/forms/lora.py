@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from peer.methods.shared.tensor_file import read
 from peer.results import header
 from peer.results.loading import LORA
 from peer.results.result import read_result
@@ -110,7 +111,7 @@ def _read(result: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not (result / LORA).is_file():
         raise UserError(f"{result} is not a LoRA: it has no {LORA}.", fix="Use --format diffusers or single_file.")
     try:
-        tensors, said = header.read(result / LORA)
+        tensors, said = read(result / LORA)
         return tensors, _without_places(said)
     except Exception:  # whatever safetensors and json raise for a file that is none
         raise UserError(f"{result / LORA} does not load as a LoRA.", fix="Fetch it again, or export it from its run.") from None

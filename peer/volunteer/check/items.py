@@ -14,6 +14,7 @@ from peer.config import PeerConfig
 from peer.launch.joining import Joined
 from peer.launch.lengths import of_joiner
 from peer.launch.resolving import known_hosts, token_for
+from peer.rooms import load_part
 from peer.volunteer.check.report import FAIL, NOTE, Answer, Item, NotAsked
 from swarm import advice
 from swarm.clock import REFUSED_SECONDS, words
@@ -23,7 +24,7 @@ from swarm.run.method import method_named
 from swarm.run.optimizer import AUTO, optimizer_named
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
-from swarm.run_identity import PLACES
+from swarm.run_identity import with_own_places
 
 log = logging.getLogger(__name__)
 STEP_SECONDS = 180.0
@@ -154,7 +155,7 @@ class Machine:
         from peer.launch.starting_model import locate_for
         from swarm.digest import digest_model
 
-        method_named(run.method).check_files(dataclasses.replace(run, **{name: self.given[name] for name in PLACES if self.given.get(name)}))
+        method_named(run.method).check_files(with_own_places(run, self.given))
         name = self.given.get("model") or run.model
         if not Path(name).exists() and name.count("/") == 1 and not _in_hub_cache(name):
             return Answer(
@@ -198,7 +199,6 @@ class Machine:
             raise NotAsked("the model is not here")
         from peer.sync.engine.codec import Wire
         from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, check_memory, host_bytes
-        from peer.sync.engine.outer import load_strategy
         from peer.sync.engine.vectors import Schema
 
         weights, free = _fp32_bytes(self.model), available_bytes()
@@ -217,7 +217,7 @@ class Machine:
         wire = Wire.of(run.wire, Schema.of(learner.params))
         self.wire_bytes = wire.num_bytes
         on_host = any(parameter.is_cpu for parameter in learner.params.values())
-        needs = host_bytes(load_strategy(f"peer.sync.{run.sync}:strategy", run), wire, params_on_host=on_host, state_on=self.peer.state_on)
+        needs = host_bytes(load_part("sync", run.sync).strategy(run), wire, params_on_host=on_host, state_on=self.peer.state_on)
         trained = sum(parameter.numel() for parameter in learner.params.values())
         # Gradients and the optimizer's state of what is trained on a CPU come with the first step.
         needs |= {"gradients and optimizer": (4 + max(optimizer_named(run.optimizer).state_bytes)) * trained} if on_host else {}

@@ -28,15 +28,11 @@ from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
 from tests.datasetserver.test_http import signed
 from tests.identities import id_of, key
+from tests.looking import progress
 from tests.peer.data.meddler import Meddler
 from tests.swarm.test_proofs import proof
 
 BASE = "0" * 64
-
-
-def progress(host):
-    with urllib.request.urlopen(host.url + "/v1/progress", timeout=20) as response:
-        return json.loads(response.read())
 
 
 def eventually(condition, seconds=60):

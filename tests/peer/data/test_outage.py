@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +17,7 @@ from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 from tests.datasetserver.hosting import Host, until
 from tests.identities import id_of, key
+from tests.looking import progress
 
 SAMPLES, SHARD, BATCH = 80, 4, 4
 
@@ -84,11 +84,6 @@ class Swarm:
             self.digest = f"{self.round:064x}"
             for peer in self.peers:
                 peer.report_final(CommittedRound(self.digest, parent, self.round, self.samples, members))
-
-
-def progress(host):
-    with urllib.request.urlopen(host.url + "/v1/progress", timeout=20) as response:
-        return json.loads(response.read())
 
 
 def test_peers_train_through_half_an_hour_without_their_server_and_every_sample_counts_once(host, hasty, tmp_path):

@@ -11,6 +11,7 @@ from peer.models import stable_diffusion
 from peer.results.checkpoint import Checkpoints
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests.peer.flat import flat
 from tests.peer.models.test_stable_diffusion import encode
 
 CPU = torch.device("cpu")
@@ -43,10 +44,6 @@ def test_8_bit_adamw_learns_as_well_as_the_other(tiny_model):
     moved, expected = flat(others) - start, flat(params) - start
     assert fallen(plain) > 0.2 and small == pytest.approx(plain, rel=0.02)
     assert (moved - expected).norm() < 0.1 * expected.norm()
-
-
-def flat(params):
-    return torch.cat([parameter.detach().flatten() for parameter in params.values()])
 
 
 def test_auto_is_fused_adamw_on_a_cpu(tiny_model):

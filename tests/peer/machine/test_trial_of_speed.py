@@ -19,6 +19,7 @@ from peer.wiring import assemble
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
+from tests.peer.flat import flat
 from tests.peer.machine.shallow import with_one_level
 
 CPU = torch.device("cpu")
@@ -67,10 +68,6 @@ def start(tiny_model, pictures, tmp_path):
 
         yield build
     torch._dynamo.reset()
-
-
-def flat(params):
-    return torch.cat([parameter.detach().flatten() for parameter in params.values()])
 
 
 @pytest.mark.parametrize(

@@ -516,7 +516,7 @@ def base_drawn(tiny_family, tmp_path_factory):
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
 def test_every_family_draws_in_half_precision_and_reads_places_in_full(tiny_family, family):
     """As on a GPU. A language model turns its words by their places: rounded to bfloat16, the 512th would be turned 0.6 radians too far."""
-    model = generate.base(RunConfig(model=str(tiny_family(family))), None)
+    model = generate.base(RunConfig(model=str(tiny_family(family))))
     turns = [(name, buffer) for part in model.parts.values() for name, buffer in part.named_buffers() if name.endswith("inv_freq")]
     model.cast(torch.bfloat16)
     model.move(torch.device("cpu"))

@@ -18,6 +18,7 @@ from peer.sync.engine.trainer import sidecar_process, swarm_sync
 from peer.sync.engine.trainer.messages import Done, Freeze, Rebase
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.vectors import flatten
+from scripts.churn.checks import read_rounds
 from tests.peer.sync.toy_peer import build
 from tests.warm import Warm
 
@@ -81,8 +82,7 @@ class Toy:
         return path.exists() and other.maddr() in path.read_text()
 
     def rounds(self) -> list[dict]:
-        path = self.folder / "rounds.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return read_rounds(self.folder)
 
     def round(self) -> int:
         return max((line["round"] for line in self.rounds()), default=0)

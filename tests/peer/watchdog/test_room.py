@@ -9,7 +9,6 @@ from peer.config import PeerConfig
 from peer.launch import fitted
 from peer.launch.fitted import advised
 from peer.launch.joining import Joined
-from peer.machine.device import Precision
 from peer.machine.fitting import ALL, STEP, Fit
 from peer.machine.making_room import by_itself, ways_left
 from peer.watchdog.room import as_flags, next_way, tell_counted, tell_room, told_batch
@@ -17,15 +16,10 @@ from swarm.errors import UserError
 from swarm.life import FOLDER
 from swarm.memory_advice import A_STEP, WAYS
 from swarm.run_config import RunConfig
+from tests.peer.machine.test_fitting import a_gpu_in_bf16  # noqa: F401 (a fixture)
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 LORA, FULL = RunConfig(method="lora", family="flux"), RunConfig(method="full", family="flux", clip_grad="tensor")
-
-
-@pytest.fixture(autouse=True)
-def a_gpu_in_bf16(monkeypatch):
-    """Where none is, its number format is what it would have."""
-    monkeypatch.setattr("peer.loop.fused.precision_of", lambda *_: Precision(CUDA, torch.bfloat16, False, ""))
 
 
 @pytest.fixture
