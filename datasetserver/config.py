@@ -68,7 +68,7 @@ class ServerConfig:
         3600.0, "Lease a shard to a second peer after N seconds, when the others train a later epoch already; 0: never.", le=1e9
     )
     states: str = option(
-        "", "Output folder of a peer that assists on this machine: the newest final state in it is offered for download."
+        "", "Output folder of a helper (--assist) on this machine: the newest final state in it is offered for download."
     )
 
     host: str = option(
@@ -107,7 +107,7 @@ class ServerConfig:
 
     pictures_from: tuple[str, ...] = option(
         (),
-        "Ids of the peers whose pictures the page shows (they need --validation_prompts). Default: the one on this very machine that assists, "
+        "Ids of the peers whose pictures the page shows (they need --validation_prompts). Default: the helper on this very machine, "
         "if it draws, else any there.",
         section="the page and the log",
     )

@@ -47,7 +47,7 @@ async def get_state(request: web.Request) -> web.StreamResponse:
     service, digest = request.app[SERVICE], request.match_info["digest"]
     path, newest = service.states.path(digest), service.states.newest()
     if path is None or newest is None:
-        fix = f"The newest is {newest.digest}." if newest else "The host gives --states the folder of a peer that assists."
+        fix = f"The newest is {newest.digest}." if newest else "The host gives --states the folder of a helper."
         raise Refused(404, "no_such_state", "This server does not offer that state.", fix)
     name = {"Content-Disposition": f'attachment; filename="{path.name}"'}
     return await _send_file(

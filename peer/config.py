@@ -373,7 +373,7 @@ class PeerConfig:
         if self.assist and (self.found or not (self.datasetserver or self.peers)):
             raise UserError("--assist needs a run that exists already.", fix="Name the run with --datasetserver or --peers, and remove --found.")
         if self.audit and not self.assist:
-            raise UserError("--audit is for a peer that assists: it measures what it reduces for others.", fix="Add --assist, or remove --audit.")
+            raise UserError("--audit is for a helper: it measures what it reduces for others.", fix="Add --assist, or remove --audit.")
 
     def shown(self) -> dict[str, Any]:
         """All options as they may be printed and logged: without the tokens."""

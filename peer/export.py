@@ -29,8 +29,8 @@ class ExportConfig:
 
     state: str = option(
         "",
-        "A result's folder; an --output_dir, for its result or else its newest checkpoint; a checkpoint's folder; the --output_dir of a peer "
-        "that assists, for its newest final state; one of the files in its settled/; or the URL of a run's server, or a peer's multiaddr, for "
+        "A result's folder; an --output_dir, for its result or else its newest checkpoint; a checkpoint's folder; the --output_dir of a "
+        "helper (--assist), for its newest final state; one of the files in its settled/; or the URL of a run's server, or a peer's multiaddr, for "
         "the run's newest state, fetched from those who hold it. The word --state may be left out.",
         aliases=("result", "checkpoint"),
     )

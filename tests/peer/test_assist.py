@@ -43,7 +43,7 @@ def test_help_says_what_it_is_for_what_it_needs_and_how_to_get_the_result(capsys
         (["--assist"], "--assist needs a run that exists already"),
         (["--assist", "--peers", "/ip4/127.0.0.1/tcp/1/p2p/x", "--found"], "--assist needs a run that exists already"),
         (["--assist", "--datasetserver", "http://x", "--states_total_limit", "-1"], "states_total_limit is -1"),
-        (["--audit", "1", "--datasetserver", "http://x"], "--audit is for a peer that assists"),
+        (["--audit", "1", "--datasetserver", "http://x"], "--audit is for a helper"),
         (["--assist", "--datasetserver", "http://x", "--audit", "65"], "audit is 65"),
     ],
 )
