@@ -118,6 +118,8 @@ class Model(Protocol):
     resolution_multiple: int
     trained_by: str
     """What the log says of the loss beside the run's own options; '' where these say all."""
+    made_for: int
+    """Pixels on a side of the pictures that the model was made for; 0: it does not say."""
     drawn_with: Mapping[str, Any]
     """Arguments of the pipeline's call that this very model wants, where nobody gives others."""
 

@@ -106,6 +106,8 @@ def _placed(launch: Launch, method: Method, turned: bool, swapped: bool) -> _Pla
     check_resolution(run, model.resolution_multiple)
     if model.trained_by:
         log.info("the model is trained with %s", model.trained_by)
+    if run.resolution < model.made_for and launch.group.is_main:
+        log.warning("the model was made for pictures of %d px, and is trained at %d; --resolution %d is what it knows", model.made_for, run.resolution, model.made_for)
     computing = sum(p.numel() for p in model.parts[model.facts.denoiser].parameters())
     precision = precision_of(peer, run, device, computing)
     if precision.scaled and model.facts.half == "bfloat16":

@@ -102,6 +102,14 @@ def test_what_the_model_predicts_is_said_once_at_the_start(start, caplog):
     ]
 
 
+def test_a_model_that_was_made_for_larger_pictures_is_told_of(start, caplog):
+    """An SDXL trained at the 512 px that --resolution is by default."""
+    start("as made")
+    assert "was made for" not in caplog.text
+    start("smaller", run=dataclasses.replace(RUN, resolution=8))
+    assert "the model was made for pictures of 16 px, and is trained at 8; --resolution 16 is what it knows" in caplog.text
+
+
 def test_without_a_total_the_run_ends_with_the_epochs(start):
     run = dataclasses.replace(RUN, total_samples=0)
     done = start(run=run, num_train_epochs=2, train_batch_size=5).run()

@@ -53,6 +53,8 @@ class DiffusionModel:
         self.vae = self.parts["vae"]
         self.denoiser = self.parts[self.facts.denoiser]
         self.vae_factor = self.facts.vae_factor(self.vae.config)
+        side = self.denoiser.config.get("sample_size")
+        self.made_for = self.vae_factor * side if isinstance(side, int) else 0
         if device is not None:
             self.move(device)
 
