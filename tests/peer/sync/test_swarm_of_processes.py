@@ -218,6 +218,9 @@ def test_who_is_in_no_hurry_waits_for_the_runs_last_state_while_that_is_on_its_w
         sync.seen = {"phase": "catching_up"}
         for now[0] in range(0, 60, 10):
             assert sync.leave(hurry=False).wait, "four times as long as without that sign"
+        sync.seen = {"phase": "train", "round_target": 2, "round_waiting": 5}
+        for now[0] in range(60, 120, 10):
+            assert sync.leave(hurry=False).wait, "another peer has what the last round takes (seed 17000455)"
         sync.seen = {"phase": "train"}
         now[0] += swarm_sync.LAST_STATE_SECONDS - 1
         assert sync.leave(hurry=False).wait

@@ -191,7 +191,7 @@ class SwarmSync:
                 self._send(Leave())
         if hurry:
             self._leaving.end_until = 0.0
-        elif self.seen.get("phase") in (CATCHING_UP, DONE):
+        elif self.seen.get("phase") in (CATCHING_UP, DONE) or self._others_can_end_it():
             self._leaving.sign_of_the_end(now)
         if self._must_wait():
             self._exchange(POLL_SECONDS)
@@ -242,6 +242,10 @@ class SwarmSync:
             return (bool(work.waiting_samples or work.included) and now < self._leaving.work_until) or now < self._leaving.end_until
         full = work.waiting_samples + self._pace.step_samples > 2 * self._context.run.target_batch_size
         return self._swarm is not _Swarm.JOINED or self.paused or full or (work.frozen is not None and not self._trains_on())
+
+    def _others_can_end_it(self) -> bool:
+        """Whether samples enough for the last round wait on our state: somebody is about to average them."""
+        return 0 < self.seen.get("round_target", 0) <= self.seen.get("round_waiting", 0)
 
     def _trains_on(self) -> bool:
         """Whether to train while a contribution is on its way: what a strategy could not move onto the next anchor would be in vain."""
