@@ -71,7 +71,7 @@ class Reports:
             known.reporters.append(reporter)
             known.owners = len(self._witnesses(known))
             self._store.set_state(known)
-            if self.tree.prefers(known):
+            if self.tree.heard_again(known):
                 return News.REDRAWN
         return News.BACKED if another else News.NOTHING
 

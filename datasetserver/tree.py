@@ -50,7 +50,7 @@ class State:
 
 
 class StateTree:
-    """States by digest. The head is the one with the most counted samples; see `_rank`.
+    """States by digest. The head is the one with the most counted samples, of those that peers have not left; see `_rank`.
 
     registered: the samples that a contribution was registered with, those that count as another's included; 0 for an unknown one.
     most: samples of one member; 0: no limit.
@@ -62,6 +62,8 @@ class StateTree:
         self._children: defaultdict[str, list[str]] = defaultdict(list)
         self._bridged: defaultdict[str, list[str]] = defaultdict(list)
         self._having: defaultdict[Contribution, list[str]] = defaultdict(list)
+        self._newest: dict[str, int] = {}
+        """By reporter, the latest round of which it told us."""
         self.head: State | None = None
 
     def get(self, digest: str) -> State | None:
@@ -73,6 +75,7 @@ class StateTree:
     def add(self, state: State) -> None:
         """Take a state that `contradiction` has nothing against."""
         self._states[state.digest] = state
+        self._hear(state)
         self._children[state.parent].append(state.digest)
         for pair in state.contributions():
             self._having[pair].append(state.digest)
@@ -86,6 +89,7 @@ class StateTree:
                 self._set_bridge(child, self._likely_ancestor(child))
                 self._count_from(child)
         self._count_from(state)
+        self._leave_what_all_have_left()
 
     def outweighs(self, state: State) -> bool:
         """Whether `state`, another story of a digest that is known, counts more than the one that we have."""
@@ -98,9 +102,10 @@ class StateTree:
         """Take this story of a state in place of the one before; returns the states whose ancestor may be another by that."""
         orphans = self._bridged.get(state.digest, [])[:]  # they were taken to come after what it was said to be before
         self._forget(self._states[state.digest])
+        self._hear_anew()
         self.add(state)
         moved = self._bridge_anew(orphans)
-        self.head = max(self._states.values(), key=_rank)  # what followed the story before may have a gap now
+        self.head = self._best()  # what followed the story before may have a gap now
         return [*self.children(state.digest), *moved]
 
     def count_again(self, pair: Contribution) -> None:
@@ -108,11 +113,14 @@ class StateTree:
         if digests := self._having.get(pair):
             self._count_from(*(self._states[digest] for digest in digests))
 
-    def prefers(self, state: State) -> bool:
-        """Whether `state`, of which more peers have told us now, is the head by that."""
-        moved = state is not self.head and _rank(state) > _rank(self.head)
-        self.head = state if moved else self.head
-        return moved
+    def heard_again(self, state: State) -> bool:
+        """One more peer has told us of `state`; returns whether the head is another by that."""
+        before = self.head
+        self._hear(state)
+        if self._is_live(state):
+            self._prefer(state)
+        self._leave_what_all_have_left()
+        return self.head is not before
 
     def children(self, digest: str) -> list[State]:
         """Those that are said to follow it."""
@@ -138,7 +146,8 @@ class StateTree:
         orphans = [orphan for state in gone for orphan in self._bridged.get(state.digest, ())]
         for state in gone:
             self._forget(state)
-        self.head = max(self._states.values(), key=_rank, default=None)
+        self._hear_anew()
+        self.head = self._best()
         return gone, self._bridge_anew(orphans)
 
     def _bridge_anew(self, digests: Iterable[str]) -> list[State]:
@@ -236,6 +245,48 @@ class StateTree:
             waiting += new
         return sorted(waiting, key=lambda state: state.round)
 
+    # -- who stands where
+
+    def _hear(self, state: State) -> None:
+        for reporter in state.reporters:
+            self._newest[reporter] = max(state.round, self._newest.get(reporter, 0))
+
+    def _hear_anew(self) -> None:
+        """States are gone, and with them what was heard of them."""
+        self._newest = {}
+        for state in self._states.values():
+            self._hear(state)
+
+    def _is_stood_on(self, state: State) -> bool:
+        """Whether one that told us of it has told us of no later round: of a branch that all have left it is only the figures that count."""
+        return any(self._newest[reporter] == state.round for reporter in state.reporters)
+
+    def _is_live(self, state: State) -> bool:
+        """Whether somebody stands on it, or on what is counted on top of it."""
+        return self._is_stood_on(state) or any(map(self._is_stood_on, self._descendants([state])))
+
+    def _prefer(self, state: State) -> None:
+        """Make `state`, which is live, the head, or one before it, if that is better: one that adds nothing comes after its parent."""
+        for one in self.back(state):
+            if self.head is not None and one.counted < self.head.counted:
+                return
+            if self.head is None or _rank(one) > _rank(self.head):
+                self.head = one
+
+    def _leave_what_all_have_left(self) -> None:
+        if self.head is not None and not self._is_live(self.head):
+            self.head = self._best()
+
+    def _best(self) -> State | None:
+        """Of the states that somebody stands on, and those before them, the first by rank; of all where nobody stands anywhere."""
+        live: dict[str, State] = {}
+        for state in filter(self._is_stood_on, self._states.values()):
+            for ancestor in self.back(state):
+                if ancestor.digest in live:
+                    break
+                live[ancestor.digest] = ancestor
+        return max((live or self._states).values(), key=_rank, default=None)
+
     # -- counting
 
     def _count_from(self, *states: State) -> None:
@@ -245,10 +296,10 @@ class StateTree:
             before = one.counted
             one.counted, one.gaps = self._weigh(one, self._ancestor(one))
             fell = fell or one.counted < before
-            if self.head is None or _rank(one) > _rank(self.head):
-                self.head = one
+            if self.head is None or (one.counted >= self.head.counted and self._is_live(one)):
+                self._prefer(one)
         if fell:
-            self.head = max(self._states.values(), key=_rank)
+            self.head = self._best()
 
     def _weigh(self, state: State, ancestor: State | None) -> tuple[int, int]:
         """Counted samples and gaps of a state on top of `ancestor`."""

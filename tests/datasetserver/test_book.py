@@ -396,6 +396,21 @@ def test_of_two_means_of_one_group_the_head_is_the_one_that_more_owners_stand_on
     assert reopen(book, db, clock).tree.head.digest == digest("b")
 
 
+def test_a_branch_that_all_who_reported_it_have_left_is_not_the_head_however_much_it_counts(book, db, clock):
+    """Seed 17000455: at a run's end the server gave out a state of one sample more, on which nobody stood."""
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
+    book.contribute("alice", 1, hers)
+    book.contribute("bob", 1, his)
+    more, less = (digest(name) for name in ("more", "less"))
+    assert book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "alice").digest == more
+    assert book.add_final(state("less", None, 1, 3, ("bob", 1, 3)), "bob").digest == more
+    assert book.add_final(state("less", None, 1, 3, ("bob", 1, 3)), "alice").digest == more, "she may stand on either"
+    assert book.add_final(state("on", "less", 2, 3, ("carol", 1, 0)), "alice").digest == less, "she does not any more"
+    assert book.samples_by_peer() == {"bob": 3} and reopen(book, db, clock).tree.head.digest == less
+    book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "dan")
+    assert book.tree.head.digest == more, "somebody stands there"
+
+
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
     lease = book.lease("alice", 1)

@@ -229,7 +229,9 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.book._contributions
         own = sum(min(samples, known[pair].samples + known[pair].repeated) for pair, samples in said.items() if pair in known)
         assert self.book.counted_samples == own
-        assert all(self.book.counted_samples >= state.counted for state in self.book.tree)
+        tree = self.book.tree
+        assert all(self.book.counted_samples >= state.counted for state in tree if tree._is_live(state))
+        assert tree.head is tree._best()
 
     @invariant()
     def sums_that_are_kept_are_those_worked_out_anew(self):
