@@ -68,10 +68,16 @@ class Company:
 
     def _sealed(self, machine: "Machine", others: Sequence["Machine"], now: float) -> set[str]:
         """Signers that it sees of the strongest certificate that it is shown."""
-        asked = self._there(machine, now, _ASKED_SECONDS)
+        asked = self._there(machine, now, _ASKED_SECONDS) | self._asked_with_strangers(machine, now)
         shown = [self._own.get(machine.peer), *(_certificate(other) for other in others if other.peer in asked)]
         best = strongest([certificate for certificate in shown if certificate is not None])
         return asked & best.peers if best is not None else set()
+
+    def _asked_with_strangers(self, machine: "Machine", now: float) -> set[str]:
+        """Those that it saw no later than any that lies: nobody's vote counts before all who were there with it were asked."""
+        seen = machine.node.seen if machine.node is not None else {}
+        first = min((record.since for peer, record in seen.items() if peer in self._strangers), default=-1.0)
+        return {peer for peer in self._there(machine, now) if seen[peer].since <= first}
 
     def _there(self, machine: "Machine", now: float, for_seconds: float = 0.0) -> set[str]:
         seen = machine.node.seen if machine.node is not None else {}

@@ -74,7 +74,9 @@ def test_a_newcomer_must_go_by_the_live_signers_of_what_it_is_shown(peer):
     company = Company({"liar"})
     ours.sees(liar, one, other)
     assert "though one is live" in company.breaks(ours, [ours, one, other], [], 1001.0)
-    ours.sees(liar, one, other, since=995.0)
+    ours.sees(liar, one, other, since=1000.0)
+    assert "though one is live" in company.breaks(ours, [ours, one, other], [], 1001.0), "no liar's vote counts before all who were there were asked"
+    ours.node.seen["liar"] = Seen(1.0, 1000.0, 990.0)
     assert not company.breaks(ours, [ours, one, other], [], 1001.0), "it has hardly had time to ask"
     ours.sees(liar, other)
     assert not company.breaks(ours, [ours, one, other], [], 1001.0), "nobody is there who could show it"
