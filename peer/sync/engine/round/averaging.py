@@ -140,7 +140,7 @@ class Averager:
             jobs = self._reduce_own(reduction, run), reduction.fail_unless_all_come(), self._hurry_strangers(reduction, run)
             tasks = [*(asyncio.create_task(job) for job in jobs), *exchanges]
         try:
-            # Who reduces nothing hears from those that do for whom they have waited.
+            # A peer that reduces nothing waits longer: the reducers then tell it who was late.
             await _all(tasks, longest_seconds(self._wire.num_bytes) + (0 if own else _HEARD_SECONDS))
             failure = None
         except (PeerLost, ValueError, asyncio.TimeoutError) as error:
@@ -164,7 +164,7 @@ class Averager:
             return error
         if isinstance(error, ValueError):
             return PeerLost(str(error))
-        # A reducer of which we miss means may itself have waited, for whoever is late here.
+        # Reducers whose means we miss may have waited for the same late member as we.
         return PeerLost("it took too long", (reduction.late() if reduction is not None else set()) or run.missing.keys())
 
     def _round_failed(self, failure: PeerLost, run: "Run", reduction: "Reduction | None") -> RoundFailed:

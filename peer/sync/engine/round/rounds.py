@@ -110,7 +110,7 @@ class Rounds:
         self._receipts, self._rng = Receipts.of(run), rng or random.SystemRandom()
         self._draw = self._drawn()
         self._led: _Led | None = None
-        """Under whom the last attempt was made, if it came to a group."""
+        """State and leader of the last attempt; None if no group was formed in it."""
         self.matchmaker = Matchmaker(
             node.peer_id, streams, reception.standing, reception.heard, 2 * run.target_batch_size,
             leads=not node.client_mode, company=company, receipts=self._receipts, rng=self._rng,
