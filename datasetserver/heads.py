@@ -83,15 +83,14 @@ def lines(work_dir: Path) -> list[str]:
 def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree, dict[tuple[str, str], Wrong]]":
     """Raises UserError where there is none."""
     from datasetserver.ledger import look_into  # SQLite and the ledger's rules: the other commands need none of it
-    from datasetserver.tree import StateTree
+    from datasetserver.owners import Owners
+    from datasetserver.reports import Reports
     from datasetserver.wrong_states import read_wrong
 
     with look_into(work_dir) as (run, store):
         registered = {(c.peer, c.number): c.samples + c.repeated for c in store.contributions()}
-        tree = StateTree(lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
-        for state in store.states():
-            tree.add(state)
-        return run, tree, read_wrong(store)
+        reports = Reports(store, Owners(store), lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
+        return run, reports.tree, read_wrong(store)
 
 
 def _named(given: str, known: Collection[str]) -> str:

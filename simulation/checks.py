@@ -286,16 +286,12 @@ class Checks:
         self.final[digest] = self.final.get(digest, 0) + 1
         if digest not in self.commits:
             self.breach(f"reports the state {digest[:8]}, which nobody adopted", machine)
-        elif digest in self.lineage(self.stands(machine)) and not self._is_safe(machine, digest):
+        elif digest in self.lineage(self.stands(machine)) and digest not in self._on_disk(machine):
             # Of a branch that it has left since, it may only now come to say so: a trainer that is stopped takes no messages.
             self.breach(f"reports the state {digest[:8]}, which its disk may lose", machine)
 
-    def _is_safe(self, machine: "Machine", digest: str) -> bool:
-        """Whether this machine may lose power and has the state still, or one that descends from it."""
-        return digest in self._on_disk(machine)
-
     def _on_disk(self, machine: "Machine") -> set[str]:
-        """The states there, flushed, and those before them."""
+        """What this machine has even if it loses power: the states that are flushed, and those before them."""
         kept = {path[-18:-6] for path in machine.disk.flushed() if path.endswith(".state")}
         return {ancestor for state in self.commits if state[:12] in kept for ancestor in self.lineage(state)}
 

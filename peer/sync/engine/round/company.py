@@ -130,8 +130,8 @@ class Company:
         if not accused:
             self._offence(accuser, 0)
         helped = [self._told_of(accuser, peer, hearsay) for peer in accused].count(True) > 0
-        if not helped and not self.left_out(accuser):  # a word of others that nobody has said first-hand: once it may be chance
-            self._share_the_blame(accuser, "", [accuser])
+        if not (helped or self.left_out(accuser)) and self._said_before(accuser, ""):  # once it may be chance that nobody says it first-hand
+            self.blame([accuser], slow=[accuser])
         return helped or self.left_out(accuser)
 
     def _told_of(self, accuser: str, accused: str, hearsay: bool) -> bool:
@@ -154,15 +154,14 @@ class Company:
         others = [one for (by, one), at in self._accusations.items() if by == accuser and one != accused and at > since]
         if len(others) >= _MOST_ACCUSED:
             self.blame([accuser], slow=[accuser])
-        else:
-            self._share_the_blame(accuser, accused, [accuser, accused])
+        elif self._said_before(accuser, accused):
+            self.blame([accuser, accused])
 
-    def _share_the_blame(self, accuser: str, accused: str, blamed: Sequence[str]) -> None:
-        """From the second time on within _ACCUSATION_SECONDS."""
+    def _said_before(self, accuser: str, accused: str) -> bool:
+        """Whether it has said so within _ACCUSATION_SECONDS; it says so now. accused: '' for whomever, by hearsay."""
         before, now = self._accusations.get((accuser, accused)), self._clock()
-        if before is not None and now - before < _ACCUSATION_SECONDS:
-            self.blame(blamed, slow=() if accused else blamed)
         _put(self._accusations, (accuser, accused), now)
+        return before is not None and now - before < _ACCUSATION_SECONDS
 
     def averaged(self, peers: Iterable[str]) -> None:
         """They were in a round that worked."""
