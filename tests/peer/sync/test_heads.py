@@ -497,6 +497,24 @@ def test_backers_are_those_on_our_lineage_whom_we_have_met(view):
     assert ann.heads.backers() == 4
 
 
+def test_who_has_met_nobody_changes_branches_only_for_more_than_stay_and_have_followed_nobody(view):
+    """Found by the simulator, seed 18000321: two liars on a branch of their own, one peer back on one that was left, three on the fork."""
+    base, fork, ours = lineage(2)
+    *_, theirs = lineage(2, after=fork, by=("l1", "l2", "l3", "l4", "l5"), change=2.0)
+    liars = [record(name, theirs) for name in ("l1", "l2", "l3", "l4", "l5")]
+    undecided = [record(name, fork) for name in ("bob", "cy", "dan")]
+
+    def right(*records: PeerRecord) -> str | None:
+        return view(ours).sees(*records).right()
+
+    assert right(*liars[:2]) == theirs.digest
+    assert right(*liars[:2], *undecided) is None
+    assert right(*liars[:4], *undecided) is None
+    assert right(*liars[:5], *undecided) == theirs.digest
+    assert right(*liars[:2], *[record(name, base) for name in ("bob", "cy", "dan")]) == theirs.digest, "who stands on the base model knows nothing"
+    assert view(ours, ["l1", "l2"]).sees(*liars[:2], *undecided).right() == theirs.digest, "those whom we have met need no more than before"
+
+
 def test_nobody_goes_back_to_the_base_model_and_who_has_nothing_takes_it(view):
     base, *_, ours = lineage(12)
     newcomers = [record("n1", base), record("n2", base), record("n3", base)]

@@ -97,6 +97,8 @@ class Ballot:
         if self.met and not self._anybody_votes:
             return better(head, self.ours)
         theirs, us = self._weight(head, self.ours, 0), self._weight(self.ours, head, 1)
+        if undecided := self._undecided(head):
+            return theirs > us + undecided
         if theirs != us or not us:
             return theirs > us
         # Of three that met in pairs only, two would else stay here and one there for ever.
@@ -161,6 +163,13 @@ class Ballot:
     def is_shared(self, head: Head) -> bool:
         """Whether a voter is on our branch, and not on that of `head`."""
         return any(self._stands_on(claim.head, self.ours, head) for claim in self.voters)
+
+    def _undecided(self, head: Head) -> int:
+        """How many strangers stand where neither branch had begun, after a round at least: they may have met some of us, and followed nobody."""
+        if self.met:
+            return 0
+        before = [claim.head for claim in self.voters if claim.head.samples]
+        return sum(self.lineage.descends(head, fork) and self.lineage.descends(self.ours, fork) for fork in before)
 
     def _weight(self, tip: Head, other: Head, ourselves: int) -> int:
         """How many voters stand on the branch of `tip`. Two of them speak for those whom they have met since the branches parted.
