@@ -145,3 +145,23 @@ def test_a_signer_that_has_just_come_back_counts_before_liars_that_were_there_al
     liars = [record(f"liar{number}", forged_after(ours)) for number in range(3)]
     view = alone(base, None, cy=Shown(certificate(ours, "cy", "dan"), line_of(ours)))
     assert view.sees(*liars, record("cy", ours, phase=JOINING)).right() == ours.digest
+
+
+def test_behind_nat_who_waited_for_its_company_still_knows_that_a_stranger_is_ahead(alone):
+    """Found by the simulator, seed 20000191: after five minutes the stranger's record named ours no longer, and what came was never taken."""
+    *_, ours = lineage(3)
+    ahead = lineage(20, after=ours, by=("cy",))
+    own, here = certificate(ours, "ann", "eve"), record("dan", ours, client_mode=True)
+    shows = {"cy": Shown(own, line_of(ahead[-1])), "dan": Shown(own, line_of(ours))}
+    view = alone(ours, own, leads=False, **shows)
+    for state in ahead[1:-1]:
+        assert view.sees(record("cy", state), here).right() is None
+        view.clock.now += ALONE_SECONDS / 18
+    newest = ahead[-1]
+    assert ours.digest not in newest.header.parents[:8]
+    assert view.sees(record("cy", newest), here).right() is None
+    view.clock.now += DESERTED_SECONDS
+    assert view.right() == newest.digest
+    assert not view.heads.keeps(Head.of(newest)), "it is taken when it is here"
+    view.sees(record("cy", newest), here, record("eve", ours, client_mode=False))
+    assert view.heads.keeps(Head.of(newest)), "one who sealed our certificate is back meanwhile"

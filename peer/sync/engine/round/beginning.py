@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection
 
-from peer.sync.engine.round.heads import head_of
+from peer.sync.engine.round.claims import head_of
 from peer.sync.engine.state import Head, better
 from swarm.end import End
 from swarm.errors import ExitCode, UserError

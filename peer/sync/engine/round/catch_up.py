@@ -5,7 +5,8 @@ import asyncio
 from peer.sync.engine.cell import Cell
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.streams import Streams
-from peer.sync.engine.round.heads import Heads, head_of
+from peer.sync.engine.round.claims import head_of
+from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.transfer.donors import ask_head
 from peer.sync.engine.transfer.state_fetch import StateFetch
