@@ -191,6 +191,7 @@ MUTATIONS = (
         "            outcomes = [error] * len(operations)\n",
         "            pass\n",
         under="datasetserver/ledger.py",
+        world=("--peers=3", "--hours=0.1", "--faults=ledger,server", "--fault_seconds=10"),
     ),
     Mutation(
         "late_count_leaves_leases",
