@@ -9,6 +9,7 @@ import functools
 from xdist.scheduler import LoadFileScheduling
 
 from tests.forking import ROOT
+from tests.sources import tree_of
 
 _AT_ONCE = 2
 
@@ -32,7 +33,7 @@ class Scheduling(LoadFileScheduling):
 @functools.cache
 def swarms(file: str) -> frozenset[str]:
     """The tests of a file that are marked so. They are read there: who shares the tests out does not import them."""
-    module = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    module = tree_of((ROOT / file).read_text(encoding="utf-8"))
     tests = {test.name: test.decorator_list for test in module.body if isinstance(test, ast.FunctionDef)}
     of_all = [line.value for line in module.body if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "pytestmark"]
     return frozenset(name for name, marks in tests.items() if any("mark.swarm" in ast.unparse(mark) for mark in [*of_all, *marks]))

@@ -20,7 +20,7 @@ from swarm.errors import STOPPED_AT_ONCE, ExitCode
 from swarm.protocol import BANNED
 from swarm.signed_request import CLOCK_DIFFERS
 from swarm.status import summarize
-from tests.sources import nodes
+from tests.sources import nodes, tree_of
 from tests.swarm.test_status import a_peer, a_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,7 +186,7 @@ def said_by_the_code() -> set[str]:
     found = set()
     for package in ("swarm", "peer", "datasetserver"):
         for path in (ROOT / package).rglob("*.py"):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = tree_of(path.read_text(encoding="utf-8"))
             unsaid, said = set(), []
             for node in nodes(tree):
                 if isinstance(node, ast.Expr):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import nodes, statements
+from tests.sources import nodes, statements, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(
@@ -73,7 +73,7 @@ def for_type_checkers(tree: ast.Module) -> set[ast.AST]:
 @functools.cache
 def imports(file: str) -> set[str]:
     """Modules that `file` imports anywhere, for type checkers only too, as 'a.b' for both `import a.b` and `from a import b`."""
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    tree = tree_of((ROOT / file).read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in statements(tree):
         if isinstance(node, ast.Import):
@@ -111,7 +111,7 @@ def test_a_file_imports_only_what_its_layer_may(file):
 
 def test_the_loop_makes_no_part_itself():
     """Nothing of what it is handed is there when it runs; and no exception stands in the list that is not needed."""
-    tree = ast.parse((ROOT / "peer/loop/train.py").read_text(encoding="utf-8"))
+    tree = tree_of((ROOT / "peer/loop/train.py").read_text(encoding="utf-8"))
     guarded = {
         f"{node.module}.{name.name}" for node in for_type_checkers(tree) if isinstance(node, ast.ImportFrom) for name in node.names
     }
@@ -133,7 +133,7 @@ def test_an_extra_is_imported_in_one_file(library):
     found = set()
     for file in FILES:
         if library in (text := (ROOT / file).read_text(encoding="utf-8")):
-            texts = [str(node.value) for node in nodes(ast.parse(text)) if isinstance(node, ast.Constant)]
+            texts = [str(node.value) for node in nodes(tree_of(text)) if isinstance(node, ast.Constant)]
             if any(re.fullmatch(rf"{library}(\.\w*)*", value) for value in texts) or any(starts(module, library) for module in imports(file)):
                 found.add(file)
     assert found == BY_NAME[library]

@@ -18,7 +18,7 @@ from swarm.run.optimizer import OPTIMIZERS
 from swarm.run.strategy import strategies
 from swarm.run_config import SECTIONS, RunConfig
 from swarm.run_defaults import DEFAULTS
-from tests.sources import nodes
+from tests.sources import nodes, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON_WORDS = ("none", "parameters", "gradients")
@@ -31,7 +31,7 @@ FILES = sorted(path for package in ("swarm", "datasetserver", "peer") for path i
 @functools.cache
 def said_and_compared(path: Path) -> tuple[dict[str, list[int]], list[ast.Compare]]:
     """One look at a file, whose tree is not kept: of all files it is half a million nodes."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path.read_text(encoding="utf-8"))
     return said_in(tree), [node for node in nodes(tree) if isinstance(node, ast.Compare)]
 
 
@@ -86,8 +86,8 @@ def test_a_familys_names_are_in_its_own_files_alone(name):
 def test_a_name_is_found_wherever_something_could_be_decided_by_it():
     pattern = pattern_of(families()["sdxl"])
     for code in ("run.family == 'sdxl'", "{'sdxl': 1}", "hasattr(p, 'text_encoder_2')", "type(p).__name__ == 'StableDiffusionXLPipeline'", "f'of SDXL: {x}'"):
-        assert any(pattern.search(text) for text in said_in(ast.parse(code))), code
-    assert not any(pattern.search(text) for text in said_in(ast.parse("def f():\n    'Of SDXL.'\n    return 'sdxlarge'")))
+        assert any(pattern.search(text) for text in said_in(tree_of(code))), code
+    assert not any(pattern.search(text) for text in said_in(tree_of("def f():\n    'Of SDXL.'\n    return 'sdxlarge'")))
 
 
 @pytest.mark.parametrize(

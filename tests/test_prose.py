@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import nodes
+from tests.sources import nodes, tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -122,7 +122,7 @@ def text_of(node: ast.AST) -> str:
 def messages(source: str) -> list[tuple[int, str]]:
     """(line, text) of log lines, errors, a flag's help and printed lines."""
     found = []
-    for call in nodes(ast.parse(source)):
+    for call in nodes(tree_of(source)):
         if isinstance(call, ast.Call):
             logs = isinstance(call.func, ast.Attribute) and call.func.attr in LOGS
             name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")

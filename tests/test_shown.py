@@ -11,6 +11,7 @@ from tests.peer.methods.test_every_family_and_source import FAMILIES
 from tests.peer.methods.test_every_pair import PAIRS
 from tests.peer.methods.test_every_row import FULLS, LORAS, TURNS, WORDS
 from tests.peer.sync.test_every_family import AVERAGED
+from tests.sources import tree_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
@@ -54,6 +55,6 @@ def test_the_table_of_what_is_shown_is_what_the_tests_are_run_with():
 def test_every_test_that_the_page_names_is_there():
     named = re.findall(r"([\w/]+\.py)::(\w+)", PAGE)
     for file, name in named:
-        tree = ast.parse((ROOT / "tests" / file.removeprefix("tests/")).read_text(encoding="utf-8"))
+        tree = tree_of((ROOT / "tests" / file.removeprefix("tests/")).read_text(encoding="utf-8"))
         assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}, f"{file}::{name}"
     assert len(named) > 15
