@@ -162,13 +162,18 @@ def bind_to_nodes(
     nodes = numa_nodes(shared, system)
     if rank.local_world == 1 or len(nodes) < 2:
         return ""
-    said = next((name for name in _BINDS_THREADS if environ.get(name)), "")
+    said = next((name for name in _BINDS_THREADS if environ.get(name) and (name != "KMP_AFFINITY" or _has_intel_openmp(environ))), "")
     if said or mine != set(shared):
-        return f"bound already, by {said}" if said else f"bound already, to {len(mine)} of {len(shared)}"
+        return f"bound already, by {said}" if said else f"bound already, to {len(mine)} of {len(shared)} logical CPUs"
     own = nodes_of(rank, nodes)
     cpus = {cpu for cpu in mine for node in own if (system / f"node{node}" / f"cpu{cpu}").exists()}
     os.sched_setaffinity(0, cpus)
-    return f"bound to NUMA node {' and '.join(map(str, own))} of {len(nodes)}, {len(cpus)} of {len(shared)}"
+    return f"bound to NUMA node {' and '.join(map(str, own))} of {len(nodes)}, {len(cpus)} of {len(shared)} logical CPUs"
+
+
+def _has_intel_openmp(environ: Mapping[str, str]) -> bool:
+    """Whether somebody reads KMP_AFFINITY: `accelerate launch` sets it on CPUs, and libgomp, which torch's wheels bring, does not know it."""
+    return "iomp5" in environ.get("LD_PRELOAD", "")
 
 
 def nodes_of(rank: Rank, nodes: Sequence[int]) -> Sequence[int]:

@@ -166,7 +166,7 @@ def set_threads(wanted: int, rank: Rank, *, bind: bool = True) -> int:
     unbind()
     shared = shared_cpus(Daemon.find() if rank.world > 1 else None)
     if bind and (done := bind_to_nodes(rank, shared)):
-        log.info("the %d ranks of this host: rank %d is %s logical CPUs", rank.local_world, rank.index, done)
+        log.info("the %d ranks of this host: rank %d is %s", rank.local_world, rank.index, done)
     threads = wanted or said_threads() or share_of_cores(rank, shared)
     torch.set_num_threads(threads)
     nodes = numa_nodes(os.sched_getaffinity(0))

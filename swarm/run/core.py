@@ -85,7 +85,7 @@ class Optimizer:
         0.0, f"Peak learning rate of the local optimizer; 0: the method's own, {_rates()}; {_own_rates()}.", aliases=("lr",), found_out=True
     )
     lr_scheduler: str = option(
-        "constant", "Schedule over committed samples, as diffusers' get_scheduler has it.", choices=tuple(choices.LR_SCHEDULERS)
+        "constant", "Schedule over committed samples, as diffusers' get_scheduler has it; constant warms up, too, if told to.", choices=tuple(choices.LR_SCHEDULERS)
     )
     lr_warmup_samples: int = option(0, "Samples of the swarm over which the learning rate rises from 0.", ge=0)
     lr_min_ratio: float = option(

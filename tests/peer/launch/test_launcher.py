@@ -136,7 +136,7 @@ def host(tmp_path, monkeypatch):
 def test_each_of_several_ranks_is_bound_to_its_node(host):
     said = [host(Rank(index, 4, index, 4)) for index in range(4)]
     assert host.bound == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
-    assert said[0] == "bound to NUMA node 0 of 2, 4 of 8" and said[3] == "bound to NUMA node 1 of 2, 4 of 8"
+    assert said[0] == "bound to NUMA node 0 of 2, 4 of 8 logical CPUs" and said[3] == "bound to NUMA node 1 of 2, 4 of 8 logical CPUs"
 
 
 def test_a_rank_alone_on_its_host_has_all_of_it(host):
@@ -152,9 +152,10 @@ def test_ranks_go_to_the_nodes_in_order(ranks, nodes):
 
 def test_who_was_bound_already_stays_as_he_is_and_it_is_said(host, monkeypatch):
     two = Rank(1, 2, 1, 2)
-    assert host(two, environ={"KMP_AFFINITY": "granularity=fine,compact"}) == "bound already, by KMP_AFFINITY"
+    preloaded = {"KMP_AFFINITY": "granularity=fine,compact", "LD_PRELOAD": "/usr/lib/libtcmalloc.so.4:/opt/lib/libiomp5.so"}
+    assert host(two, environ=preloaded) == "bound already, by KMP_AFFINITY"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5})
-    assert host(two) == "bound already, to 2 of 8"
+    assert host(two) == "bound already, to 2 of 8 logical CPUs"
     assert not host.bound
     assert host(two, shared={4, 5}) == "", "all ranks together were bound to one node"
 
