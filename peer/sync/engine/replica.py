@@ -342,6 +342,8 @@ class Replica:
     def _idle_seconds(self) -> float:
         """Until something may be due although nothing happens: the next attempt, or a round that others' promises fill."""
         held, seconds = self.trainer.contribution, IDLE_SECONDS
+        if self.phase.value is Phase.FETCH or not (self.neighbours.others() or self.neighbours.alone()):
+            return seconds  # there is no attempt before that changes, whatever is due
         if held is not None and held.next_attempt is not None:
             seconds = held.next_attempt - self._clock()
         elif held is None and self.trainer.may_freeze:

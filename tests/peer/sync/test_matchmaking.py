@@ -658,6 +658,22 @@ def test_a_group_holds_no_two_of_whom_one_leaves_the_other_out(virtual):
     virtual(scenario)
 
 
+def test_a_stranger_that_came_and_was_sent_away_for_a_members_word_is_not_to_blame(virtual):
+    """Else a member would keep newcomers out of 1, 4, 16, 64 rounds by naming them."""
+
+    async def scenario(nodes):
+        leader, member, newcomer = await peers(nodes, 3)
+        leader.met.add(member.id)
+        leader.company.answered(newcomer.id)
+        member.company.blame([newcomer.id])
+        led, theirs, away = await asyncio.gather(leader.form([member, newcomer]), member.form([leader]), newcomer.form([leader]), return_exceptions=True)
+        assert led.id == theirs.id and len(led.members) == 2 and isinstance(away, NoGroup)
+        assert led.silent == {newcomer.id}, "its samples wait elsewhere, and hold nobody up"
+        assert not led.culprits and not led.slow and not theirs.late
+
+    virtual(scenario)
+
+
 def test_a_stranger_that_promises_and_does_not_come_is_named_and_its_leaders_word_is_passed_on(virtual, monkeypatch):
     monkeypatch.setattr(leading, "STRANGER_COME_SECONDS", 0.3)
     monkeypatch.setattr(calls, "STRANGER_ANSWER_SECONDS", 60.0)  # however busy the machine

@@ -54,7 +54,7 @@ class Company:
         self._conduct: dict[str, _Conduct] = {}
         self._answered: dict[str, bool] = {}
         self._averaged: dict[str, None] = {}
-        """Who was in a round that worked: also those that assist, which are members of none and so never met."""
+        """Who was in a round that worked, from that moment on: that we have met it is written once the round is ours."""
         self._accusations: dict[tuple[str, str], float] = {}
 
     # ---------------------------------------------------------------- strangers

@@ -147,8 +147,8 @@ class Leading:
         gathering.leader = None
         await self._until_all_came(gathering, coming, due)
         self._gathering = None
-        self._send_away(gathering, ticket)
         late = set(coming) - set(gathering.waiting)
+        away = self._send_away(gathering, ticket)
         in_vain = {peer for peer in late if self._company.left_out(peer)}
         strangers = {peer for peer in late - in_vain if self._company.is_stranger(peer)}
         seen.too_slow(strangers)
@@ -163,7 +163,7 @@ class Leading:
             _tell([answer for _, answer in gathering.waiting.values()], Refusal(error="one that the host trusts should lead"))
             raise seen.no_group(f"{TRUSTED_NEEDED} came that the host trusts: one of them leads")
         self._send_helpers_away(gathering, tickets)
-        group = Group.of([t for t in tickets if t.reduces or not t.assists], f"{self._rng.getrandbits(64):016x}", late)
+        group = Group.of([t for t in tickets if t.reduces or not t.assists], f"{self._rng.getrandbits(64):016x}", late | away)
         return replace(seen.of(group), late=tuple(sorted(strangers)), leader=self._peer_id), [answer for _, answer in gathering.waiting.values()]
 
     async def _until_all_came(self, gathering: _Gathering, coming: Mapping[str, float], due: Mapping[str, float]) -> None:
@@ -197,13 +197,15 @@ class Leading:
                 _, answer = gathering.waiting.pop(ticket.member.peer)
                 _tell([answer], Refusal(error="those that the host trusts average this round"))
 
-    def _send_away(self, gathering: _Gathering, ticket: Ticket) -> None:
-        """No group holds two of whom one leaves the other out: they would only fail once more."""
+    def _send_away(self, gathering: _Gathering, ticket: Ticket) -> set[str]:
+        """No group holds two of whom one leaves the other out: they would only fail once more. Returns who came in vain."""
         without = {peer: joined.without for peer, (joined, _) in gathering.waiting.items()} | {self._peer_id: ticket.without}
-        for peer in self._company.at_odds(ticket.parent, without, self._peer_id):
+        away = self._company.at_odds(ticket.parent, without, self._peer_id)
+        for peer in away:
             _, answer = gathering.waiting.pop(peer)
             log.info("closed without %s: it conflicts with another member", peer[-6:])
             _tell([answer], Refusal(error="conflicts with another member of this group"))
+        return away
 
     async def _answer_join(self, channel: Channel) -> None:
         try:

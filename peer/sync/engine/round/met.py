@@ -1,6 +1,6 @@
-"""The peers that we have met: those that were members of a round which we averaged in ourselves. Kept on disk.
+"""The peers that we have met: those that were in a group which we averaged in ourselves, as members or reducers. Kept on disk.
 
-A key costs nothing, a round costs a contribution and everybody's time: so a vote of peers that we have met cannot be bought with keys
+A key costs nothing, a round costs a contribution or a share of the averaging, and everybody's time: so a vote of peers that we have met cannot be bought with keys
 alone. What a downloaded state says about its members makes nobody met: whoever made the state wrote that list.
 """
 

@@ -41,13 +41,13 @@ class NextRound:
         wall: Callable[[], float] = time.time,
     ):
         self._run, self._end, self._neighbours, self._state, self._wall = run, end, neighbours, state, wall
-        self._called: dict[str, tuple[str, State]] = {}
-        """Who said, since the last attempt, that they are ready to average, onto which state, and what our state was then."""
+        self._called: dict[str, tuple[str, int]] = {}
+        """Who said, since the last attempt, that they are ready to average, onto which state, and how often ours had changed then."""
         self._added_up = _AddedUp(None, (), 0.0, 0, 0.0, False)
 
     def call(self, peer: str, digest: str) -> None:
         """`peer` is ready to average onto the state `digest`."""
-        self._called[peer] = digest, self._state.value
+        self._called[peer] = digest, self._state.changes
 
     def is_too_early(self, progress: Progress) -> bool:
         """Whether nobody may call us yet: half of the samples are not here, and one of the last rounds has begun like that.
@@ -59,8 +59,8 @@ class NextRound:
 
     def _callers(self) -> dict[str, str]:
         """Peer -> the state it averages onto. Who called before our state was this one, and onto another, has moved on as well."""
-        ours = self._state.value
-        return {peer: digest for peer, (digest, before) in self._called.items() if before is ours or digest == ours.digest}
+        ours, changes = self._state.value.digest, self._state.changes
+        return {peer: digest for peer, (digest, before) in self._called.items() if before == changes or digest == ours}
 
     def take_callers(self) -> frozenset[str]:
         """All who called; they are forgotten."""

@@ -113,12 +113,11 @@ class Download:
         return self.hashes is not None and len(self.done) == len(self.hashes)
 
     async def run(self, streams: Streams) -> None:
-        """Draw chunks from all holders until all are there; may be called again after it failed.
+        """Draw chunks from all holders until all are there. Once.
 
         Raises PeerLost when none of the holders gives anything, BadState when what they signed is of no use.
         """
         drawing: dict[str, asyncio.Task] = {}
-        self.faults.clear()
         self.progressed = self._clock()
         try:
             while not self.complete:
@@ -132,7 +131,6 @@ class Download:
                 for holder in [holder for holder, task in drawing.items() if task.done()]:
                     self._ended(holder, drawing.pop(holder))
         finally:
-            self._retry.clear()
             await end_tasks(*drawing.values())
 
     def _ready(self, drawing: Collection[str], most: int = MAX_HOLDERS) -> list[str]:

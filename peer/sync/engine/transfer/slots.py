@@ -70,8 +70,8 @@ class Slots:
         return credit
 
     def _gives_way_to(self, newcomer: Channel) -> Slot | None:
-        """Whose slot it gets: a dawdler's; else, unless that is a peer that we have met, one of an address that has two more; else a stranger's,
-        if we have met the newcomer. Of several such the slowest."""
+        """Whose slot it gets: a dawdler's; else that of a stranger whose address has two more, or of anybody there if we have met the newcomer;
+        else a stranger's, if we have met the newcomer. Of several such the slowest."""
         slots, has_met = list(self._slots.values()), newcomer.peer in self._met
         strangers = [slot for slot in slots if slot.channel.peer not in self._met]
         dawdlers = [slot for slot in slots if slot.credit.seconds <= 0]

@@ -17,6 +17,7 @@ from peer.sync.engine.transfer.download import Download, Lied, Manifest, ask_man
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
 from peer.sync.engine.transfer.promises import Promises
 from peer.sync.engine.transfer.replay import MeanStore, Replay, Step
+from peer.sync.engine.vectors import SharedBuffer
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
@@ -30,15 +31,24 @@ _LIAR_COUNT = 4
 """Who sent what it did not sign, or held a download up for all the time that it may take, is asked again after 80 s at first."""
 
 
-class WholeState:
-    """A state to be fetched, of the size and kind of `like`. What `partial`, an earlier download, and `like` have of it is taken over."""
+@dataclass(frozen=True)
+class Partial:
+    """What came of a download that failed: the chunks `done` of those with these hashes, in the memory in which the next one goes on. progressed:
+    when the last byte came."""
 
-    def __init__(self, digest: str, like: State, partial: Download | None = None, buffers: Buffers = IN_MEMORY):
+    buffer: SharedBuffer
+    hashes: tuple[bytes, ...]
+    done: frozenset[int]
+    progressed: float
+
+
+class WholeState:
+    """A state to be fetched, of the size and kind of `like`. What `partial` and `like` have of it is taken over."""
+
+    def __init__(self, digest: str, like: State, partial: Partial | None = None, buffers: Buffers = IN_MEMORY):
         self.request, self.offer = Fetch(digest=digest), StateOffer
         self._digest, self._like, self.partial = digest, like, partial
-        self._buffer = buffers.shared(like.buffer.num_bytes) if partial is None else partial.content._buffer
-        if partial is not None:
-            partial.content.partial = None
+        self.buffer = buffers.shared(like.buffer.num_bytes) if partial is None else partial.buffer
         self._manifest: Manifest | None = None
 
     def prove(self, offer: StateOffer, payload: bytes) -> tuple[bytes, ...]:
@@ -50,7 +60,7 @@ class WholeState:
         return manifest.chunk_hashes
 
     def target(self) -> Tensor:
-        return self._buffer.bytes()
+        return self.buffer.bytes()
 
     def check(self, chunk: Tensor) -> None:
         if not bool(torch.isfinite(chunk.view(torch.float32)).all()):
@@ -59,12 +69,12 @@ class WholeState:
     def known(self, index: int, hash_: bytes) -> Tensor | None:
         room = slice(index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
         if self.partial is not None and index in self.partial.done and self.partial.hashes[index] == hash_:
-            return self._buffer.bytes()[room]
+            return self.buffer.bytes()[room]
         return self._like.buffer.bytes()[room] if self._like.chunk_hashes[index] == hash_ else None
 
     def state(self) -> State:
         """Once all chunks are there."""
-        return State(self._manifest.header, self._buffer, self._manifest.chunk_hashes)
+        return State(self._manifest.header, self.buffer, self._manifest.chunk_hashes)
 
 
 @dataclass
@@ -121,7 +131,7 @@ class StateFetch:
         """buffers: make the memory of what is fetched. ended: called when a fetch has come to its end. refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
         self._streams, self._refusal, self._clock, self._replaying, self._ended, self._buffers = streams, refusal, clock, replaying, ended, buffers
         self._fetch: _Fetch | None = None
-        self._partial: Download | None = None
+        self._partial: Partial | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
         self.promises = Promises(clock)
         self.trouble = ""
@@ -256,8 +266,9 @@ class StateFetch:
         self._punish(fetch, error)
 
     def _keep(self, download: Download) -> None:
+        content, hashes = download.content, download.hashes
         # One that nobody answered has taken nothing over yet from the one before it.
-        self._partial = download if download.hashes is not None else download.content.partial
+        self._partial = content.partial if hashes is None else Partial(content.buffer, hashes, frozenset(download.done), download.progressed)
 
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
         log.warning("could not fetch state=%s: %s", fetch.head.digest[:8], error)
