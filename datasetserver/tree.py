@@ -103,6 +103,7 @@ class StateTree:
         orphans = self._bridged.get(state.digest, [])[:]  # they were taken to come after what it was said to be before
         self._forget(self._states[state.digest])
         self._hear_anew()
+        self.head = None  # it may have been the story before, of which nothing is known any more
         self.add(state)
         moved = self._bridge_anew(orphans)
         self.head = self._best()  # what followed the story before may have a gap now

@@ -506,6 +506,18 @@ def test_a_state_whose_true_story_came_second_is_the_same_after_a_restart(db, cl
     assert again.tree.head.equals(book.tree.head) and again.tree.head.reporters == ["alice"]
 
 
+def test_another_story_of_the_head_is_taken_from_one_that_has_told_of_a_later_round(book):
+    """The head was still the story before, of which nobody had told: all that was asked in the same moment failed, and again for ever."""
+    before = final(book, 1, None, 1, 0)
+    mine = keys(book.lease("bob", 4))
+    book.contribute("bob", 1, mine)
+    book.add_final(state("far", "nowhere", 99, 2**30, ("mallory", 1, 1)), "mallory")
+    assert book.add_final(state("two", "alice1", 2, before + 1, ("bob", 1, 1)), "bob").digest == digest("two")
+    book.add_final(state("two", "alice1", 2, before + len(mine), ("bob", 1, len(mine))), "mallory")
+    assert book.tree.get(digest("two")).reporters == ["mallory"]
+    assert book.tree.head.digest == digest("alice1"), "mallory has left the second round"
+
+
 def test_a_finished_run_leases_no_more(db, clock):
     book = open_book(db, clock, total=7)
     mine = keys(book.lease("alice", 7))
