@@ -21,7 +21,7 @@ _FEWEST_COUNTED = 64
 class State:
     """A final state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
 
-    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided. owners: how many the reporters
+    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided, or not needed. owners: how many the reporters
     have. counted: the samples that the ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
     """
 
@@ -82,6 +82,8 @@ class StateTree:
         if self._has_gap(state):
             decided = state.bridge == "" or state.bridge in self._states
             self._set_bridge(state, state.bridge if decided else self._likely_ancestor(state))
+        else:
+            state.bridge = None  # the store may still have the one from before its parent was reported
         for child in self.children(state.digest):
             if not self._has_gap(child):
                 self._set_bridge(child, None)

@@ -518,6 +518,25 @@ def test_another_story_of_the_head_is_taken_from_one_that_has_told_of_a_later_ro
     assert book.tree.head.digest == digest("alice1"), "mallory has left the second round"
 
 
+def test_a_gap_that_was_closed_and_is_open_again_counts_the_same_after_a_restart(db, clock, book):
+    """The ancestor that the ledger kept for the state with the gap was read again though there was none any more, and stood in the way."""
+    before = final(book, 1, None, 1, 0)
+    mine, more = keys(book.lease("bob", 4)), keys(book.lease("bob", 4))
+    book.contribute("bob", 1, mine)
+    book.contribute("bob", 2, more)
+    book.add_final(state("three", "two", 3, before + 1 + len(more), ("bob", 2, len(more))), "bob")
+    assert book.tree.get(digest("three")).bridge == digest("alice1")
+    book.add_final(state("two", "alice1", 2, before + 1, ("bob", 1, 1)), "bob")
+    assert (book.tree.get(digest("three")).bridge, book.tree.head.gaps) == (None, 0)
+    restarted = reopen(book, db, clock)
+    for one in (book, restarted):
+        one.add_final(state("two", "alice1", 2, before + len(mine), ("bob", 1, len(mine))), "bob")
+    assert restarted.tree.get(digest("three")) == book.tree.get(digest("three"))
+    assert restarted.tree.get(digest("three")).gaps == 1
+    assert (restarted.tree.head, restarted.counted_samples) == (book.tree.head, book.counted_samples)
+    assert restarted.samples_by_peer() == book.samples_by_peer()
+
+
 def test_a_finished_run_leases_no_more(db, clock):
     book = open_book(db, clock, total=7)
     mine = keys(book.lease("alice", 7))
