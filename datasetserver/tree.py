@@ -8,6 +8,7 @@ be a lie. Of two stories of one state the one that counts more is kept. Not prom
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from swarm.digest import ELDER_CHARACTERS
@@ -23,6 +24,7 @@ class State:
 
     bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided, or not needed. owners: how many the reporters
     have. counted: the samples that the ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
+    unlisted: who told us of it when there were enough `reporters`, and of no state since that had enough: each is in one state only.
     """
 
     digest: str
@@ -32,6 +34,7 @@ class State:
     members: tuple[tuple[str, int, int], ...]
     reporters: list[str] = field(default_factory=list)
     bridge: str | None = None
+    unlisted: set[str] = field(default_factory=set)
     owners: int = 1
     counted: int = 0
     gaps: int = 0
@@ -64,6 +67,8 @@ class StateTree:
         self._having: defaultdict[Contribution, list[str]] = defaultdict(list)
         self._newest: dict[str, int] = {}
         """By reporter, the latest round of which it told us."""
+        self._unlisted: dict[str, str] = {}
+        """By reporter, the state in which it is unlisted."""
         self.head: State | None = None
 
     def get(self, digest: str) -> State | None:
@@ -75,6 +80,7 @@ class StateTree:
     def add(self, state: State) -> None:
         """Take a state that `contradiction` has nothing against."""
         self._states[state.digest] = state
+        self._unlisted |= dict.fromkeys(state.unlisted, state.digest)
         self._hear(state)
         self._children[state.parent].append(state.digest)
         for pair in state.contributions():
@@ -115,6 +121,16 @@ class StateTree:
         """A contribution was registered after a state that has it was reported."""
         if digests := self._having.get(pair):
             self._count_from(*(self._states[digest] for digest in digests))
+
+    def add_unlisted(self, state: State, reporter: str) -> bool:
+        """`reporter` has told us of `state` too, which has enough reporters; returns whether that is news: not when it told of a later round."""
+        if self._unlisted.get(reporter) == state.digest or self._newest.get(reporter, 0) > state.round:
+            return False
+        if before := self._unlisted.get(reporter):
+            self._states[before].unlisted.remove(reporter)
+        self._unlisted[reporter] = state.digest
+        state.unlisted.add(reporter)
+        return True
 
     def heard_again(self, state: State) -> bool:
         """One more peer has told us of `state`; returns whether the head is another by that."""
@@ -251,7 +267,7 @@ class StateTree:
     # -- who stands where
 
     def _hear(self, state: State) -> None:
-        for reporter in state.reporters:
+        for reporter in chain(state.reporters, state.unlisted):
             self._newest[reporter] = max(state.round, self._newest.get(reporter, 0))
 
     def _hear_anew(self) -> None:
@@ -262,7 +278,7 @@ class StateTree:
 
     def _is_stood_on(self, state: State) -> bool:
         """Whether one that told us of it has told us of no later round: of a branch that all have left it is only the figures that count."""
-        return any(self._newest[reporter] == state.round for reporter in state.reporters)
+        return any(self._newest[reporter] == state.round for reporter in chain(state.reporters, state.unlisted))
 
     def _is_live(self, state: State) -> bool:
         """Whether somebody stands on it, or on what is counted on top of it."""
@@ -331,6 +347,8 @@ class StateTree:
         self._set_bridge(state, None)
         del self._states[state.digest]
         _drop(self._children, state.parent, state.digest)
+        for reporter in state.unlisted:
+            del self._unlisted[reporter]
         for pair in state.contributions():
             _drop(self._having, pair, state.digest)
 

@@ -411,6 +411,32 @@ def test_a_branch_that_all_who_reported_it_have_left_is_not_the_head_however_muc
     assert book.tree.head.digest == more, "somebody stands there"
 
 
+def test_a_peer_has_left_its_branch_also_when_the_state_that_it_tells_of_has_enough_reporters(book, db, clock):
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
+    book.contribute("alice", 1, hers)
+    book.contribute("bob", 1, his)
+    more = book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "alice")
+    one, two = state("one", None, 1, 3, ("bob", 1, 3)), state("two", "one", 2, 3, ("carol", 1, 0))
+    book.add_final(one, "bob")
+    for number in range(100):
+        assert book.add_final(replace(two, reporters=[]), f"peer{number}") is more, "alice stands there"
+    crowd = book.tree.get(two.digest)
+    assert book.add_final(replace(two, reporters=[]), "alice").digest == one.digest
+    assert (len(crowd.reporters), len(crowd.unlisted)) == (64, 37), "what is written anew with each report stays short"
+    again = reopen(book, db, clock)
+    assert again.tree.head.digest == one.digest and again.tree.get(two.digest) == crowd
+    assert again.add_final(replace(two, reporters=[]), "alice").digest == one.digest
+    again.add_final(state("three", "two", 3, 3, ("carol", 2, 0)), "alice")
+    for number in range(70):
+        again.add_final(state("three", "two", 3, 3, ("carol", 2, 0)), f"peer{number}")
+    assert again.tree.get(digest("three")).unlisted == {f"peer{number}" for number in range(63, 70)}
+    assert not again.tree.get(two.digest).unlisted & again.tree.get(digest("three")).unlisted, "each is unlisted in one state"
+    again.discard([digest("three")])
+    assert reopen(again, db, clock).tree.get(two.digest) == again.tree.get(two.digest)
+    assert again.tree._unlisted.keys() == again.tree.get(two.digest).unlisted
+    assert db.execute("SELECT DISTINCT digest FROM unlisted ORDER BY digest").fetchall() == [("",), (two.digest,)]
+
+
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
     lease = book.lease("alice", 1)
