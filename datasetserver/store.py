@@ -60,14 +60,14 @@ class Store:
 
     def flush(self) -> None:
         """Write what has changed since the last time. Raises sqlite3.Error."""
+        for table in ("state", "bridge"):  # first, for one that is gone may have been reported again since
+            self._delete(table, "digest", self._gone_states)
         for table, rows in self._changed.items():
             for some in _parts(list(rows.values())):
                 row = f"({', '.join('?' * len(some[0]))})"
                 self._db.execute(f"REPLACE INTO {table} VALUES {', '.join([row] * len(some))}", [value for row in some for value in row])
             rows.clear()
         self._delete("lease", "id", self._ended_leases)
-        for table in ("state", "bridge"):
-            self._delete(table, "digest", self._gone_states)
         self._ended_leases.clear()
         self._gone_states.clear()
 

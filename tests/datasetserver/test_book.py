@@ -688,6 +688,16 @@ def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, c
     assert again.tree.head.digest == digest("alice2")
 
 
+def test_a_state_that_is_forgotten_and_reported_again_before_it_is_written_is_kept(book, db, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.reports._MOST_SPARE_MEMBERS", 128)
+    final(book, 1, None, 1, 0)
+    for number in range(1, 4):
+        book.add_final(state(f"spare{number}", f"lost{number}", 10 - number, 2**20, ("mallory", number, 1)), "mallory")
+    assert book.tree.get(digest("spare1")) is None
+    book.add_final(state("spare1", "lost1", 9, 2**20, ("mallory", 1, 1)), "bob")
+    assert reopen(book, db, clock).tree.get(digest("spare1")) == book.tree.get(digest("spare1"))
+
+
 def test_a_discarded_state_goes_with_what_follows_and_what_only_seemed_to_goes_on_elsewhere(db, clock):
     orders = set()
     book = open_book(db, clock, total=8, discarded=lambda: orders)
