@@ -10,7 +10,7 @@ from datasetserver.holdings import Holdings
 from datasetserver.owners import NOBODY, Owners
 from datasetserver.refused import Refused
 from datasetserver.store import Store
-from datasetserver.tree import Contribution, State, StateTree, spare
+from datasetserver.tree import ContributionId, State, StateTree, spare
 
 _MOST_REPORTERS = 64
 _MOST_SPARE_MEMBERS = 1 << 16
@@ -36,7 +36,7 @@ class Reports:
     registered, most: see `StateTree`. owners: who answers for the peers that report.
     """
 
-    def __init__(self, store: Store, owners: Owners, registered: Callable[[Contribution], int], most: int = 0):
+    def __init__(self, store: Store, owners: Owners, registered: Callable[[ContributionId], int], most: int = 0):
         self._store, self._owners = store, owners
         self._countersigned, self._discarded = store.countersigned(), store.discarded()
         self._said_to_follow: set[str] = set()

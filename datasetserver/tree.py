@@ -13,7 +13,7 @@ from typing import Any
 
 from swarm.digest import ELDER_CHARACTERS
 
-Contribution = tuple[str, int]
+ContributionId = tuple[str, int]
 """A peer and the number of its contribution."""
 _FEWEST_COUNTED = 64
 
@@ -48,7 +48,7 @@ class State:
         mine, its = ((s.digest, s.parent, s.round, s.samples, sorted(s.members)) for s in (self, other))
         return mine == its
 
-    def contributions(self) -> Iterator[Contribution]:
+    def contributions(self) -> Iterator[ContributionId]:
         return ((peer, number) for peer, number, _ in self.members)
 
 
@@ -59,12 +59,12 @@ class StateTree:
     most: samples of one member; 0: no limit.
     """
 
-    def __init__(self, registered: Callable[[Contribution], int], most: int = 0) -> None:
+    def __init__(self, registered: Callable[[ContributionId], int], most: int = 0) -> None:
         self._registered, self._most = registered, most
         self._states: dict[str, State] = {}
         self._children: defaultdict[str, list[str]] = defaultdict(list)
         self._bridged: defaultdict[str, list[str]] = defaultdict(list)
-        self._having: defaultdict[Contribution, list[str]] = defaultdict(list)
+        self._having: defaultdict[ContributionId, list[str]] = defaultdict(list)
         self._newest: dict[str, int] = {}
         """By reporter, the latest round of which it told us."""
         self._unlisted: dict[str, str] = {}
@@ -117,7 +117,7 @@ class StateTree:
         self.head = self._best()  # what followed the story before may have a gap now
         return [*self.children(state.digest), *moved]
 
-    def count_again(self, pair: Contribution) -> None:
+    def count_again(self, pair: ContributionId) -> None:
         """A contribution was registered after a state that has it was reported."""
         if digests := self._having.get(pair):
             self._count_from(*(self._states[digest] for digest in digests))
@@ -331,7 +331,7 @@ class StateTree:
         counts = {pair: count for pair, count in counts.items() if count}  # who reports may name 512 that nobody registered
         return sum(counts.values()) - sum(counts[pair] for pair in self._earlier(state, counts, ancestor))
 
-    def _earlier(self, state: State, pairs: Iterable[Contribution], ancestor: State | None) -> set[Contribution]:
+    def _earlier(self, state: State, pairs: Iterable[ContributionId], ancestor: State | None) -> set[ContributionId]:
         """Those of `pairs` that `ancestor`, or one before it, has. The chain is walked once for all of them, and only as far back as one of them is."""
         others = {pair: [digest for digest in self._having.get(pair, ()) if digest != state.digest] for pair in pairs}
         first = min((self._states[digest].round for some in others.values() for digest in some), default=None)
