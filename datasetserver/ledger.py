@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 _BATCH = 256
 _TELL_SECONDS = 60.0
 _SCHEMA_VERSION = "2"
+_SCHEMA = SCHEMA + "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;"
 
 
 class Writer:
@@ -165,7 +166,6 @@ def stored_run(path: Path) -> RunConfig | None:
     if not path.exists():
         return None
     with _opened(path, _cannot_be_opened) as db:
-        _prepare(db)
         values = dict(db.execute("SELECT key, value FROM meta")).get("run_config")
     return RunConfig.from_mapping(json.loads(values), where=str(path)) if values else None
 
@@ -192,12 +192,23 @@ def epochs_begun(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _opened(path: Path, refused: Callable[[str, sqlite3.Error], UserError]) -> Iterator[sqlite3.Connection]:
-    """The ledger, for a look. Raises what `refused` makes of an error of the database."""
+    """The ledger, for a look that changes nothing. Raises what `refused` makes of an error of the database."""
+    # A server that runs keeps a write-ahead log. Where there is none the file alone is all there is, and SQLite need not write one to read it.
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None, timeout=5)) as db:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None, timeout=5)) as db:
+            _add_missing_tables(db)
             yield db
     except sqlite3.DatabaseError as error:
         raise refused(str(path), error) from None
+
+
+def _add_missing_tables(db: sqlite3.Connection) -> None:
+    """Those that the version that wrote the ledger did not have are empty, in this connection only."""
+    there = [name for (name,) in db.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")]
+    db.executescript(_SCHEMA.replace("CREATE TABLE", "CREATE TEMP TABLE"))
+    for name in there:
+        db.execute(f'DROP TABLE IF EXISTS temp."{name}"')
 
 
 def _cannot_be_read(path: str, error: sqlite3.Error) -> UserError:
@@ -216,7 +227,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = FULL")
     db.execute("PRAGMA wal_autocheckpoint = 8000")  # 32 MB: a checkpoint every thousand pages takes a twentieth of a busy ledger's time
-    db.executescript(SCHEMA + "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;")
+    db.executescript(_SCHEMA)
 
 
 def _check_owner(db: sqlite3.Connection, path: str, run: RunConfig) -> None:

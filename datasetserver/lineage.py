@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from datasetserver.tree import Contribution, State, StateTree
+from datasetserver.tree import ContributionId, State, StateTree
 
 
 class Lineage:
@@ -13,12 +13,12 @@ class Lineage:
     have all that others have pending withdrawn.
     """
 
-    def __init__(self, tree: StateTree, registered: Callable[[Contribution], int]):
+    def __init__(self, tree: StateTree, registered: Callable[[ContributionId], int]):
         self._tree, self._registered = tree, registered
         self.read()
 
     def read(self) -> None:
-        self.included: set[Contribution] = set()
+        self.included: set[ContributionId] = set()
         self.last: dict[str, int] = {}
         self._whole, known = True, ""
         for state in self._tree.chain():
@@ -36,7 +36,7 @@ class Lineage:
     def _numbers(self, state: State) -> dict[str, int]:
         return {peer: number for peer, number in state.contributions() if self._registered((peer, number))}
 
-    def passed(self, head: State, pending: Iterable[Contribution]) -> list[Contribution]:
+    def passed(self, head: State, pending: Iterable[ContributionId]) -> list[ContributionId]:
         """Of what is pending, what members of `head`, a child of the head, registered between their last part in its chain and this one.
 
         No state takes an earlier contribution after a later one: its peer died, and another process of it goes on. One that may be in a
@@ -46,7 +46,7 @@ class Lineage:
         earlier = sorted(pair for pair in pending if pair[1] < now.get(pair[0], 0))
         return [(peer, number) for peer, number in earlier if self._before(peer, number) < number]
 
-    def came(self, peer: str, number: int, pending: Iterable[Contribution]) -> list[Contribution]:
+    def came(self, peer: str, number: int, pending: Iterable[ContributionId]) -> list[ContributionId]:
         """As `passed`, of a contribution of the chain that is registered only now."""
         before = self._before(peer, number)
         self.last[peer] = max(before, number)

@@ -10,7 +10,7 @@ from datasetserver.holdings import Holdings
 from datasetserver.owners import NOBODY, Owners
 from datasetserver.refused import Refused
 from datasetserver.store import Store
-from datasetserver.tree import Contribution, State, StateTree, spare
+from datasetserver.tree import ContributionId, State, StateTree, spare
 
 _MOST_REPORTERS = 64
 _MOST_SPARE_MEMBERS = 1 << 16
@@ -36,7 +36,7 @@ class Reports:
     registered, most: see `StateTree`. owners: who answers for the peers that report.
     """
 
-    def __init__(self, store: Store, owners: Owners, registered: Callable[[Contribution], int], most: int = 0):
+    def __init__(self, store: Store, owners: Owners, registered: Callable[[ContributionId], int], most: int = 0):
         self._store, self._owners = store, owners
         self._countersigned, self._discarded = store.countersigned(), store.discarded()
         self._said_to_follow: set[str] = set()
@@ -65,14 +65,20 @@ class Reports:
         return News.REDRAWN if self.tree.is_followed(state) else News.ADDED
 
     def _add_reporter(self, known: State, reporter: str) -> News:
+        if reporter in known.reporters:
+            return News.NOTHING
         witnesses = self._witnesses(known)
         another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
-        if reporter not in known.reporters and (another or len(known.reporters) < _MOST_REPORTERS):
+        if another or len(known.reporters) < _MOST_REPORTERS:
             known.reporters.append(reporter)
             known.owners = len(self._witnesses(known))
             self._store.set_state(known)
-            if self.tree.heard_again(known):
-                return News.REDRAWN
+        elif self.tree.add_unlisted(known, reporter):  # else it would stand for ever on the last state that listed it
+            self._store.set_unlisted(reporter, known.digest)
+        else:
+            return News.NOTHING
+        if self.tree.heard_again(known):
+            return News.REDRAWN
         return News.BACKED if another else News.NOTHING
 
     def _add_another_story(self, state: State, reporter: str) -> News:
@@ -84,6 +90,7 @@ class Reports:
         if wrong or not self.tree.outweighs(state):
             raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
         state.reporters = [reporter]
+        self._forget_unlisted(self.tree.get(state.digest))
         for told in (state, *self.tree.replace(state)):
             self._store.set_state(told)
         return News.REDRAWN
@@ -121,10 +128,15 @@ class Reports:
     def _remove(self, digest: str) -> list[State]:
         gone, moved = self.tree.remove(digest)
         for state in gone:
+            self._forget_unlisted(state)
             self._store.remove_state(state.digest)
         for state in moved:
             self._store.set_state(state)
         return gone
+
+    def _forget_unlisted(self, gone: State) -> None:
+        for reporter in gone.unlisted:
+            self._store.set_unlisted(reporter, "")
 
     # -- who stands behind a state
 

@@ -22,6 +22,7 @@ CREATE TABLE IF NOT EXISTS vouched (peer TEXT, number INT, owner TEXT, PRIMARY K
 CREATE TABLE IF NOT EXISTS charged (peer TEXT, number INT, owner TEXT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS unlisted (reporter TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS countersigned (name TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wrong_state
@@ -38,6 +39,7 @@ _KEYS = {
     "charged": (0, 1),
     "state": (0,),
     "bridge": (0,),
+    "unlisted": (0,),
     "discarded": (0,),
     "countersigned": (0,),
     "wrong_state": (0, 1),
@@ -58,14 +60,14 @@ class Store:
 
     def flush(self) -> None:
         """Write what has changed since the last time. Raises sqlite3.Error."""
+        for table in ("state", "bridge"):  # first, for one that is gone may have been reported again since
+            self._delete(table, "digest", self._gone_states)
         for table, rows in self._changed.items():
             for some in _parts(list(rows.values())):
                 row = f"({', '.join('?' * len(some[0]))})"
                 self._db.execute(f"REPLACE INTO {table} VALUES {', '.join([row] * len(some))}", [value for row in some for value in row])
             rows.clear()
         self._delete("lease", "id", self._ended_leases)
-        for table in ("state", "bridge"):
-            self._delete(table, "digest", self._gone_states)
         self._ended_leases.clear()
         self._gone_states.clear()
 
@@ -132,16 +134,24 @@ class Store:
     def states(self) -> Iterator[State]:
         """Parents before their children."""
         bridges = dict(self._db.execute("SELECT digest, ancestor FROM bridge"))
+        unlisted: dict[str, set[str]] = {}
+        for reporter, digest in self._db.execute("SELECT reporter, digest FROM unlisted"):
+            unlisted.setdefault(digest, set()).add(reporter)
         query = "SELECT digest, parent, round, samples, members, reporters FROM state ORDER BY round"
         for digest, parent, round_, samples, members, reporters in self._db.execute(query):
             pairs = tuple((peer, number, count) for peer, number, count in json.loads(members))
-            yield State(digest, parent, round_, samples, pairs, json.loads(reporters), bridges.get(digest))
+            yield State(digest, parent, round_, samples, pairs, json.loads(reporters), bridges.get(digest), unlisted.get(digest, set()))
 
     def set_state(self, state: State) -> None:
+        """All but its unlisted reporters."""
         members, reporters = json.dumps(state.members), json.dumps(state.reporters)
         self._put("state", state.digest, state.parent, state.round, state.samples, members, reporters)
         if state.bridge is not None:
             self._put("bridge", state.digest, state.bridge)
+
+    def set_unlisted(self, reporter: str, digest: str) -> None:
+        """The state in which it is unlisted; '': in none any more."""
+        self._put("unlisted", reporter, digest)
 
     def remove_state(self, digest: str) -> None:
         for table in ("state", "bridge"):

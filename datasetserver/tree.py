@@ -8,11 +8,12 @@ be a lie. Of two stories of one state the one that counts more is kept. Not prom
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from swarm.digest import ELDER_CHARACTERS
 
-Contribution = tuple[str, int]
+ContributionId = tuple[str, int]
 """A peer and the number of its contribution."""
 _FEWEST_COUNTED = 64
 
@@ -21,8 +22,9 @@ _FEWEST_COUNTED = 64
 class State:
     """A final state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
 
-    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided. owners: how many the reporters
+    bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided, or not needed. owners: how many the reporters
     have. counted: the samples that the ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
+    unlisted: who told us of it when there were enough `reporters`, and of no state since that had enough: each is in one state only.
     """
 
     digest: str
@@ -32,6 +34,7 @@ class State:
     members: tuple[tuple[str, int, int], ...]
     reporters: list[str] = field(default_factory=list)
     bridge: str | None = None
+    unlisted: set[str] = field(default_factory=set)
     owners: int = 1
     counted: int = 0
     gaps: int = 0
@@ -45,7 +48,7 @@ class State:
         mine, its = ((s.digest, s.parent, s.round, s.samples, sorted(s.members)) for s in (self, other))
         return mine == its
 
-    def contributions(self) -> Iterator[Contribution]:
+    def contributions(self) -> Iterator[ContributionId]:
         return ((peer, number) for peer, number, _ in self.members)
 
 
@@ -56,14 +59,16 @@ class StateTree:
     most: samples of one member; 0: no limit.
     """
 
-    def __init__(self, registered: Callable[[Contribution], int], most: int = 0) -> None:
+    def __init__(self, registered: Callable[[ContributionId], int], most: int = 0) -> None:
         self._registered, self._most = registered, most
         self._states: dict[str, State] = {}
         self._children: defaultdict[str, list[str]] = defaultdict(list)
         self._bridged: defaultdict[str, list[str]] = defaultdict(list)
-        self._having: defaultdict[Contribution, list[str]] = defaultdict(list)
+        self._having: defaultdict[ContributionId, list[str]] = defaultdict(list)
         self._newest: dict[str, int] = {}
         """By reporter, the latest round of which it told us."""
+        self._unlisted: dict[str, str] = {}
+        """By reporter, the state in which it is unlisted."""
         self.head: State | None = None
 
     def get(self, digest: str) -> State | None:
@@ -75,6 +80,7 @@ class StateTree:
     def add(self, state: State) -> None:
         """Take a state that `contradiction` has nothing against."""
         self._states[state.digest] = state
+        self._unlisted |= dict.fromkeys(state.unlisted, state.digest)
         self._hear(state)
         self._children[state.parent].append(state.digest)
         for pair in state.contributions():
@@ -82,6 +88,8 @@ class StateTree:
         if self._has_gap(state):
             decided = state.bridge == "" or state.bridge in self._states
             self._set_bridge(state, state.bridge if decided else self._likely_ancestor(state))
+        else:
+            state.bridge = None  # the store may still have the one from before its parent was reported
         for child in self.children(state.digest):
             if not self._has_gap(child):
                 self._set_bridge(child, None)
@@ -103,15 +111,26 @@ class StateTree:
         orphans = self._bridged.get(state.digest, [])[:]  # they were taken to come after what it was said to be before
         self._forget(self._states[state.digest])
         self._hear_anew()
+        self.head = None  # it may have been the story before, of which nothing is known any more
         self.add(state)
         moved = self._bridge_anew(orphans)
         self.head = self._best()  # what followed the story before may have a gap now
         return [*self.children(state.digest), *moved]
 
-    def count_again(self, pair: Contribution) -> None:
+    def count_again(self, pair: ContributionId) -> None:
         """A contribution was registered after a state that has it was reported."""
         if digests := self._having.get(pair):
             self._count_from(*(self._states[digest] for digest in digests))
+
+    def add_unlisted(self, state: State, reporter: str) -> bool:
+        """`reporter` has told us of `state` too, which has enough reporters; returns whether that is news: not when it told of a later round."""
+        if self._unlisted.get(reporter) == state.digest or self._newest.get(reporter, 0) > state.round:
+            return False
+        if before := self._unlisted.get(reporter):
+            self._states[before].unlisted.remove(reporter)
+        self._unlisted[reporter] = state.digest
+        state.unlisted.add(reporter)
+        return True
 
     def heard_again(self, state: State) -> bool:
         """One more peer has told us of `state`; returns whether the head is another by that."""
@@ -248,7 +267,7 @@ class StateTree:
     # -- who stands where
 
     def _hear(self, state: State) -> None:
-        for reporter in state.reporters:
+        for reporter in chain(state.reporters, state.unlisted):
             self._newest[reporter] = max(state.round, self._newest.get(reporter, 0))
 
     def _hear_anew(self) -> None:
@@ -259,7 +278,7 @@ class StateTree:
 
     def _is_stood_on(self, state: State) -> bool:
         """Whether one that told us of it has told us of no later round: of a branch that all have left it is only the figures that count."""
-        return any(self._newest[reporter] == state.round for reporter in state.reporters)
+        return any(self._newest[reporter] == state.round for reporter in chain(state.reporters, state.unlisted))
 
     def _is_live(self, state: State) -> bool:
         """Whether somebody stands on it, or on what is counted on top of it."""
@@ -312,7 +331,7 @@ class StateTree:
         counts = {pair: count for pair, count in counts.items() if count}  # who reports may name 512 that nobody registered
         return sum(counts.values()) - sum(counts[pair] for pair in self._earlier(state, counts, ancestor))
 
-    def _earlier(self, state: State, pairs: Iterable[Contribution], ancestor: State | None) -> set[Contribution]:
+    def _earlier(self, state: State, pairs: Iterable[ContributionId], ancestor: State | None) -> set[ContributionId]:
         """Those of `pairs` that `ancestor`, or one before it, has. The chain is walked once for all of them, and only as far back as one of them is."""
         others = {pair: [digest for digest in self._having.get(pair, ()) if digest != state.digest] for pair in pairs}
         first = min((self._states[digest].round for some in others.values() for digest in some), default=None)
@@ -328,6 +347,8 @@ class StateTree:
         self._set_bridge(state, None)
         del self._states[state.digest]
         _drop(self._children, state.parent, state.digest)
+        for reporter in state.unlisted:
+            del self._unlisted[reporter]
         for pair in state.contributions():
             _drop(self._having, pair, state.digest)
 

@@ -411,6 +411,32 @@ def test_a_branch_that_all_who_reported_it_have_left_is_not_the_head_however_muc
     assert book.tree.head.digest == more, "somebody stands there"
 
 
+def test_a_peer_has_left_its_branch_also_when_the_state_that_it_tells_of_has_enough_reporters(book, db, clock):
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
+    book.contribute("alice", 1, hers)
+    book.contribute("bob", 1, his)
+    more = book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "alice")
+    one, two = state("one", None, 1, 3, ("bob", 1, 3)), state("two", "one", 2, 3, ("carol", 1, 0))
+    book.add_final(one, "bob")
+    for number in range(100):
+        assert book.add_final(replace(two, reporters=[]), f"peer{number}") is more, "alice stands there"
+    crowd = book.tree.get(two.digest)
+    assert book.add_final(replace(two, reporters=[]), "alice").digest == one.digest
+    assert (len(crowd.reporters), len(crowd.unlisted)) == (64, 37), "what is written anew with each report stays short"
+    again = reopen(book, db, clock)
+    assert again.tree.head.digest == one.digest and again.tree.get(two.digest) == crowd
+    assert again.add_final(replace(two, reporters=[]), "alice").digest == one.digest
+    again.add_final(state("three", "two", 3, 3, ("carol", 2, 0)), "alice")
+    for number in range(70):
+        again.add_final(state("three", "two", 3, 3, ("carol", 2, 0)), f"peer{number}")
+    assert again.tree.get(digest("three")).unlisted == {f"peer{number}" for number in range(63, 70)}
+    assert not again.tree.get(two.digest).unlisted & again.tree.get(digest("three")).unlisted, "each is unlisted in one state"
+    again.discard([digest("three")])
+    assert reopen(again, db, clock).tree.get(two.digest) == again.tree.get(two.digest)
+    assert again.tree._unlisted.keys() == again.tree.get(two.digest).unlisted
+    assert db.execute("SELECT DISTINCT digest FROM unlisted ORDER BY digest").fetchall() == [("",), (two.digest,)]
+
+
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):
     hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
     lease = book.lease("alice", 1)
@@ -504,6 +530,37 @@ def test_a_state_whose_true_story_came_second_is_the_same_after_a_restart(db, cl
     again = reopen(book, db, clock)
     assert again.counted_samples == book.counted_samples == before + len(mine)
     assert again.tree.head.equals(book.tree.head) and again.tree.head.reporters == ["alice"]
+
+
+def test_another_story_of_the_head_is_taken_from_one_that_has_told_of_a_later_round(book):
+    """The head was still the story before, of which nobody had told: all that was asked in the same moment failed, and again for ever."""
+    before = final(book, 1, None, 1, 0)
+    mine = keys(book.lease("bob", 4))
+    book.contribute("bob", 1, mine)
+    book.add_final(state("far", "nowhere", 99, 2**30, ("mallory", 1, 1)), "mallory")
+    assert book.add_final(state("two", "alice1", 2, before + 1, ("bob", 1, 1)), "bob").digest == digest("two")
+    book.add_final(state("two", "alice1", 2, before + len(mine), ("bob", 1, len(mine))), "mallory")
+    assert book.tree.get(digest("two")).reporters == ["mallory"]
+    assert book.tree.head.digest == digest("alice1"), "mallory has left the second round"
+
+
+def test_a_gap_that_was_closed_and_is_open_again_counts_the_same_after_a_restart(db, clock, book):
+    """The ancestor that the ledger kept for the state with the gap was read again though there was none any more, and stood in the way."""
+    before = final(book, 1, None, 1, 0)
+    mine, more = keys(book.lease("bob", 4)), keys(book.lease("bob", 4))
+    book.contribute("bob", 1, mine)
+    book.contribute("bob", 2, more)
+    book.add_final(state("three", "two", 3, before + 1 + len(more), ("bob", 2, len(more))), "bob")
+    assert book.tree.get(digest("three")).bridge == digest("alice1")
+    book.add_final(state("two", "alice1", 2, before + 1, ("bob", 1, 1)), "bob")
+    assert (book.tree.get(digest("three")).bridge, book.tree.head.gaps) == (None, 0)
+    restarted = reopen(book, db, clock)
+    for one in (book, restarted):
+        one.add_final(state("two", "alice1", 2, before + len(mine), ("bob", 1, len(mine))), "bob")
+    assert restarted.tree.get(digest("three")) == book.tree.get(digest("three"))
+    assert restarted.tree.get(digest("three")).gaps == 1
+    assert (restarted.tree.head, restarted.counted_samples) == (book.tree.head, book.counted_samples)
+    assert restarted.samples_by_peer() == book.samples_by_peer()
 
 
 def test_a_finished_run_leases_no_more(db, clock):
@@ -629,6 +686,16 @@ def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, c
     again = reopen(book, db, clock)
     assert {one.digest for one in again.tree} == {one.digest for one in book.tree}
     assert again.tree.head.digest == digest("alice2")
+
+
+def test_a_state_that_is_forgotten_and_reported_again_before_it_is_written_is_kept(book, db, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.reports._MOST_SPARE_MEMBERS", 128)
+    final(book, 1, None, 1, 0)
+    for number in range(1, 4):
+        book.add_final(state(f"spare{number}", f"lost{number}", 10 - number, 2**20, ("mallory", number, 1)), "mallory")
+    assert book.tree.get(digest("spare1")) is None
+    book.add_final(state("spare1", "lost1", 9, 2**20, ("mallory", 1, 1)), "bob")
+    assert reopen(book, db, clock).tree.get(digest("spare1")) == book.tree.get(digest("spare1"))
 
 
 def test_a_discarded_state_goes_with_what_follows_and_what_only_seemed_to_goes_on_elsewhere(db, clock):

@@ -1,13 +1,16 @@
 """The ledger's durability, with real files."""
 
 import asyncio
+import contextlib
+import shutil
 import sqlite3
 import time
 
 import pytest
 
 from datasetserver.book import Book
-from datasetserver.ledger import Ledger, Writer, stored_run
+from datasetserver.ledger import Ledger, Writer, epochs_begun, look_into, stored_run
+from datasetserver.owners import Sender
 from datasetserver.refused import Refused
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -141,3 +144,48 @@ def test_a_ledger_knows_its_run(tmp_path):
     assert stored_run(tmp_path / "ledger.sqlite") is None
     open_ledger(tmp_path / "ledger.sqlite", "digits").close()
     assert stored_run(tmp_path / "ledger.sqlite") == RunConfig(run_name="digits")
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_look_into_a_ledger_changes_nothing_of_it_and_a_table_of_a_later_version_is_empty(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    open_ledger(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.executescript("DROP TABLE wrong_state; DROP TABLE charged; INSERT INTO peer_token VALUES ('alice', 'hers');")
+    before = contents(tmp_path)
+    assert stored_run(path) == RunConfig(run_name="digits") and epochs_begun(path) == 0
+    with look_into(tmp_path) as (run, store):
+        assert run == RunConfig(run_name="digits") and dict(store.tokens_of_peers()) == {"alice": "hers"}
+        assert list(store.wrong_states()) == list(store.contributions()) == []
+        with pytest.raises(sqlite3.OperationalError, match="readonly"):
+            store.set_token_of_peer("bob", "his")
+            store.flush()
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("gone", ["", "-shm"])
+def test_a_look_sees_what_a_server_that_runs_or_was_killed_has_written_last(tmp_path, gone):
+    """It is in the write-ahead log only."""
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "ledger.sqlite"
+    ledger = open_ledger(path)
+    asyncio.run(ledger.call(lambda book: book.admit("alice", Sender("hers", ("hers",)))))
+    killed = shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    if gone:
+        (killed / f"ledger.sqlite{gone}").unlink()
+    for folder in (tmp_path / "run", killed):
+        main = (folder / "ledger.sqlite").read_bytes()
+        with look_into(folder) as (_, store):
+            assert dict(store.tokens_of_peers()) == {"alice": "hers"}
+        assert (folder / "ledger.sqlite").read_bytes() == main
+    ledger.close()
+
+
+def test_a_ledger_that_was_made_and_never_written_has_no_run_yet(tmp_path):
+    (tmp_path / "ledger.sqlite").touch()
+    assert stored_run(tmp_path / "ledger.sqlite") is None
+    with pytest.raises(UserError, match="No run has begun"), look_into(tmp_path):
+        pass
