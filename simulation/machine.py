@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import random
+import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -205,9 +206,12 @@ class Child:
         return -9 if self.process.dead and self.code is None else self.code
 
     def wait(self, timeout: float | None = None) -> int:
-        clock, until = self.machine.world.loop.time, self.machine.world.loop.time() + (timeout or 60.0)
+        """As `Popen.wait`, but without a timeout for a minute at most. Raises subprocess.TimeoutExpired."""
+        clock, until = self.machine.world.loop.time, self.machine.world.loop.time() + (60.0 if timeout is None else timeout)
         while self.poll() is None and clock() < until:
             self.machine.thread.block(0.2)
+        if self.poll() is None and timeout is not None:
+            raise subprocess.TimeoutExpired("sidecar", timeout)
         return self.poll() or 0
 
 

@@ -7,6 +7,7 @@ import pytest
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
 from peer.sync.engine.trainer.local_work import LocalWork
+from peer.sync.engine.trainer.sidecar_process import CLOSE_SECONDS
 from scripts.attacks.rounds import Reducer
 from simulation.campaign import KINDS
 from simulation.faults import Strike, parse_strikes
@@ -71,6 +72,35 @@ def test_guests_follow_those_who_were_there_and_leave_in_order():
     assert_holds(outcome)
     assert len(world.gone) == 6 and all(guest.over for guest in world.gone)
     assert outcome.withdrawn == 0 and outcome.committed > 0.95
+
+
+class Hangs(World):
+    """Each sidecar of a guest hangs as soon as it is told to end."""
+
+    def __init__(self, scenario):
+        super().__init__(scenario)
+        said, self.hung = self.checks.said, {}
+
+        def hang(machine, kind, values, buffers):
+            said(machine, kind, values, buffers)
+            if kind == "close" and machine.number > scenario.peers:
+                machine.sidecar.stop()
+                self.hung[machine] = self.loop.time()
+
+        self.checks.said = hang
+
+    def ends(self, machine):
+        self.hung[machine] = self.loop.time() - self.hung[machine]
+        super().ends(machine)
+
+
+def test_a_peer_whose_sidecar_hangs_as_it_leaves_kills_it_and_ends():
+    world = Hangs(Scenario(10, peers=2, hours=0.02, strikes=parse_strikes("guests@20/0(peers=1,seconds=30)")))
+    outcome = world.play()
+    assert_holds(outcome)
+    (guest,) = world.gone
+    assert guest.over and CLOSE_SECONDS <= world.hung[guest] < CLOSE_SECONDS + 1
+    assert any("the swarm process did not end by itself" in line for line in outcome.lines)
 
 
 class BehindRouters(World):
