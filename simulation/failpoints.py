@@ -38,7 +38,7 @@ class Failpoints:
     def disarm(self, machine: Machine) -> bool:
         """What was stopped or cut off goes on. Returns whether the machine fell, and must be booted."""
         self._armed.pop(machine.peer, None)
-        self._world.network.sides.pop(machine.peer, None)
+        self._world.network.cut_off.discard(machine.peer)
         process = self._stopped.pop(machine.peer, None)
         if process is not None and not process.dead:
             process.go_on()
@@ -92,8 +92,8 @@ class Failpoints:
         return action
 
     def _cut(self, machine: Machine) -> None:
-        """On a side of its own: the others go on, perhaps with what it had just sent."""
-        self._world.network.sides[machine.peer] = 1 + machine.number
+        """The others go on, perhaps with what it had just sent."""
+        self._world.network.cut_off.add(machine.peer)
 
     def _stop(self, machine: Machine, process: Process) -> None:
         process.stop()

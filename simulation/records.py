@@ -63,7 +63,7 @@ class Records:
         now, parted = self._clock(), self._network.parted
         found = {}
         for peer, versions in self._versions.items():
-            if self._network.sides and parted(reader, peer):
+            if parted(reader, peer):
                 continue
             known = [v for v in versions if v.visible <= now and v.expires > wall]
             if not known or (peer != reader and self._rng.random() < self._missing):
