@@ -1,16 +1,23 @@
 """Worlds with one thing in particular: what once took real processes, and no operating system is the subject of."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
+from peer.sync.engine.net.link import measure_link
+from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.trainer.local_work import LocalWork
 from peer.sync.engine.trainer.sidecar_process import CLOSE_SECONDS
 from scripts.attacks.rounds import Reducer
 from simulation.campaign import KINDS
 from simulation.faults import Strike, parse_strikes
+from simulation.machine import Process
+from simulation.network import Host, Link
+from simulation.records import SimNode
 from simulation.world import Scenario, World, play
 from swarm.bans import sign_word
 from swarm.members import sign_membership
@@ -101,6 +108,33 @@ def test_a_peer_whose_sidecar_hangs_as_it_leaves_kills_it_and_ends():
     (guest,) = world.gone
     assert guest.over and CLOSE_SECONDS <= world.hung[guest] < CLOSE_SECONDS + 1
     assert any("the swarm process did not end by itself" in line for line in outcome.lines)
+
+
+class Measures(World):
+    """Somebody who does not take part measures the link of the first peer three times, the third time after a minute."""
+
+    def __init__(self, scenario):
+        super().__init__(scenario)
+        self.found, self.process = [], Process(SimpleNamespace(short="asker", world=self), "asker")
+        self.later(20.0, lambda: self.process.spawn(self.measure()))
+
+    async def measure(self):
+        host = Host("Qmasker", Link(100.0, 100.0, 0.01), owner=self.process)
+        self.network.hosts[host.peer] = host
+        streams = Streams(SimNode(self.network, self.records, host, self.server.wall))
+        for pause in (0.0, 60.0, 0.0):
+            try:
+                self.found.append(await measure_link(streams, self.machines[0].peer))
+            except PeerLost as error:
+                self.found.append(str(error))
+            await asyncio.sleep(pause)
+
+
+def test_a_peers_link_may_be_measured_again_after_a_virtual_minute():
+    world = Measures(Scenario(2, peers=2, hours=0.04, faults=()))
+    assert_holds(world.play())
+    first, refused, again = world.found
+    assert first.up > 0 and "others have measured" in refused and again.up > 0
 
 
 class BehindRouters(World):
