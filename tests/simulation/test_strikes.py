@@ -52,9 +52,9 @@ def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
 
 
 def test_a_strike_that_ends_undoes_no_other_one():
-    """A `handover` ends within a partition, and a partition begins and ends while another peer is cut off."""
+    """A `handover` ends within a partition, and another one and a partition while a peer is cut off."""
     strikes = "partition@20/0(peers=1,seconds=30);handover@21/1(seconds=4)"
-    strikes += ";failpoint@60/1(name=first_part_sent,action=cut,seconds=60);partition@80/0(peers=2,seconds=10)"
+    strikes += ";failpoint@60/1(name=first_part_sent,action=cut,seconds=60);partition@80/0(peers=2,seconds=10);handover@82/1(seconds=8)"
     world, seen = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes))), {}
 
     def look(at):
