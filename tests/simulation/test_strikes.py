@@ -70,6 +70,15 @@ def test_a_strike_that_ends_undoes_no_other_one():
     assert seen == {30.0: first_alone, 85.0: (first_alone[0] | {(3, 2)}, [False, False, True]), 95.0: first_alone, 130.0: (set(), [True] * 3)}
 
 
+def test_a_machine_that_sleeps_is_not_woken_by_the_end_of_another_strike():
+    strikes = parse_strikes("sleep@20/1(seconds=60);stop@25/1(what=both,seconds=8)")
+    world, seen = World(Scenario(3, peers=3, hours=0.03, strikes=strikes)), {}
+    for at in (30.0, 35.0, 75.0, 85.0):
+        world.later(at, lambda at=at: seen.update({at: (world.machines[0].trainer.stopped, world.machines[0].sidecar.stopped)}))
+    assert not world.play().breach
+    assert seen == {30.0: (True, True), 35.0: (True, True), 75.0: (True, True), 85.0: (False, False)}
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
