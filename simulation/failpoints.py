@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from peer.sync.engine import failpoints
@@ -15,14 +16,24 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
+@dataclass(eq=False)
+class Armed:
+    """What one strike has armed, and what that has done: the strike undoes nothing else."""
+
+    machine: Machine
+    name: str
+    action: str
+    stopped: Process | None = None
+    cut_off: bool = False
+    fell: bool = False
+
+
 class Failpoints:
-    """hit: how often something happened at each. At most one point is armed for a machine."""
+    """hit: how often something happened at each. At most one point is armed for a machine: that of the last strike."""
 
     def __init__(self, world: World):
         self._world = world
-        self._armed: dict[str, tuple[str, str]] = {}
-        self._fell: set[str] = set()
-        self._stopped: dict[str, Process] = {}
+        self._armed: dict[str, Armed] = {}
         self.hit: Counter[str] = Counter()
 
     def listen(self) -> None:
@@ -32,79 +43,83 @@ class Failpoints:
     def deaf() -> None:
         failpoints.hook = failpoints.hook_in_trainer = None
 
-    def arm(self, name: str, action: str, machine: Machine) -> None:
-        self._armed[machine.peer] = (name, action)
+    def arm(self, name: str, action: str, machine: Machine) -> Armed:
+        self._armed[machine.peer] = armed = Armed(machine, name, action)
+        return armed
 
-    def disarm(self, machine: Machine) -> bool:
-        """What was stopped or cut off goes on. Returns whether the machine fell, and must be booted."""
-        self._armed.pop(machine.peer, None)
-        self._world.network.sides.pop(machine.peer, None)
-        process = self._stopped.pop(machine.peer, None)
-        if process is not None and not process.dead:
-            process.go_on()
-        fell = machine.peer in self._fell
-        self._fell.discard(machine.peer)
-        return fell
+    def disarm(self, armed: Armed) -> bool:
+        """What it stopped or cut off goes on. Returns whether its machine fell, and must be booted."""
+        peer = armed.machine.peer
+        if self._armed.get(peer) is armed:
+            del self._armed[peer]
+        if armed.cut_off:
+            self._world.network.cut_off.discard(peer)
+        if armed.stopped is not None and not armed.stopped.dead:
+            armed.stopped.go_on()
+        return armed.fell
 
     async def _reached(self, name: str, peer: str) -> None:
         if name == "saved":
             self._world.checks.saved(OWNER.get().machine)
-        action = self._take(name, peer)
-        if not action:
+        armed = self._take(name, peer)
+        if armed is None:
             return
         machine = OWNER.get().machine
-        if action == "fail":
+        if armed.action == "fail":
             raise PeerLost(f"failed at {name}, as it was told to")
-        if action == "cut":
-            return self._cut(machine)
-        if action == "stop":
-            self._stop(machine, machine.sidecar)
+        if armed.action == "cut":
+            return self._cut(armed)
+        if armed.action == "stop":
+            self._stop(armed, machine.sidecar)
             return await asyncio.sleep(0)
-        if action == "kill":
+        if armed.action == "kill":
             machine.kill_sidecar()
         else:
-            self._fall(machine, power=action == "power")
+            self._fall(armed)
         await asyncio.get_running_loop().create_future()  # of a process that is dead nothing goes on
 
     def _reached_in_trainer(self, name: str) -> None:
         machine = OWNER.get().machine
-        action = self._take(name, machine.peer)
-        if not action:
+        armed = self._take(name, machine.peer)
+        if armed is None:
             return
-        if action == "cut":
-            return self._cut(machine)
-        if action == "stop":
-            self._stop(machine, machine.trainer)
-        elif action == "kill":
+        if armed.action == "cut":
+            return self._cut(armed)
+        if armed.action == "stop":
+            self._stop(armed, machine.trainer)
+        elif armed.action == "kill":
             self._world.later(0.0, lambda: self._kill_sidecar(machine, machine.sidecar))
         else:
             # A thread cannot end itself: the world does it as soon as it blocks.
-            self._world.later(0.0, lambda: self._fall(machine, power=action == "power"))
+            self._world.later(0.0, lambda: self._fall(armed))
         machine.thread.block(1e-6)
 
-    def _take(self, name: str, peer: str) -> str:
-        armed, action = self._armed.get(peer, ("", ""))
-        if armed != name:
-            return ""
+    def _take(self, name: str, peer: str) -> Armed | None:
+        armed = self._armed.get(peer)
+        if armed is None or armed.name != name:
+            return None
         del self._armed[peer]
         self.hit[name] += 1
-        self._world.note(f"world: {peer[-6:]} is at {name}: {action}")
-        return action
+        self._world.note(f"world: {peer[-6:]} is at {name}: {armed.action}")
+        return armed
 
-    def _cut(self, machine: Machine) -> None:
-        """On a side of its own: the others go on, perhaps with what it had just sent."""
-        self._world.network.sides[machine.peer] = 1 + machine.number
+    def _cut(self, armed: Armed) -> None:
+        """The others go on, perhaps with what it had just sent."""
+        armed.cut_off = True
+        self._world.network.cut_off.add(armed.machine.peer)
 
-    def _stop(self, machine: Machine, process: Process) -> None:
+    @staticmethod
+    def _stop(armed: Armed, process: Process) -> None:
         process.stop()
-        self._stopped[machine.peer] = process
+        armed.stopped = process
 
     def _kill_sidecar(self, machine: Machine, process: Process) -> None:
         """Before it has written what it has just handed to the trainer."""
         if machine.sidecar is process and not process.dead:
             machine.kill_sidecar()
 
-    def _fall(self, machine: Machine, *, power: bool) -> None:
-        if machine.alive:
-            self._fell.add(machine.peer)
-            machine.kill(power=power)
+    @staticmethod
+    def _fall(armed: Armed) -> None:
+        if armed.machine.alive:
+            armed.fell = True
+            armed.machine.kill(power=armed.action == "power")

@@ -138,11 +138,10 @@ async def sidecar(world: "World", machine: "Machine", strike: Strike) -> None:
 
 async def handover(world: "World", machine: "Machine", strike: Strike) -> None:
     """A sidecar is killed as its trainer is rebased next: the state that the trainer hands to another one is on nobody's disk."""
-    world.failpoints.arm("rebased", "kill", machine)
+    armed = world.failpoints.arm("rebased", "kill", machine)
     world.struck(strike, machine)
     await _for(world, strike.values["seconds"])
-    if world.failpoints.disarm(machine):
-        machine.boot()
+    world.failpoints.disarm(armed)
 
 
 async def power(world: "World", machine: "Machine", strike: Strike) -> None:
@@ -343,10 +342,10 @@ def _back(world: "World") -> None:
 
 async def failpoint(world: "World", machine: "Machine", strike: Strike) -> None:
     """A peer dies, is stopped or cut off, or loses the other end, at one named point of a round (`peer/sync/engine/failpoints.py`): when it comes there next."""
-    world.failpoints.arm(strike.values["name"], strike.values["action"], machine)
+    armed = world.failpoints.arm(strike.values["name"], strike.values["action"], machine)
     world.struck(strike, machine)
     await _for(world, strike.values["seconds"])
-    if world.failpoints.disarm(machine):
+    if world.failpoints.disarm(armed):
         machine.boot()
 
 

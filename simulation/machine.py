@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import random
+import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ class Process:
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
         self.context.run(OWNER.set, self)
-        self._jobs, self._many = 0, _MANY_TASKS
+        self._jobs, self._many, self._stops = 0, _MANY_TASKS, 0
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         task = self.context.copy().run(asyncio.get_running_loop().create_task, coroutine)
@@ -101,11 +102,15 @@ class Process:
         self.tasks = [task for task in asyncio.all_tasks(self.machine.world.loop) if task.owner is self]
 
     def stop(self) -> None:
+        """Until it is let go on as often as it was stopped: two strikes may stop it at once."""
+        self._stops += 1
         self.stopped = True
 
     def go_on(self) -> None:
-        self.stopped = False
-        self.machine.world.loop.go_on(self)
+        self._stops -= 1
+        self.stopped = self._stops > 0
+        if not self.stopped:
+            self.machine.world.loop.go_on(self)
 
 
 def _buffers(call: Callable[[], Any], result: Any) -> list[Any]:
@@ -205,9 +210,12 @@ class Child:
         return -9 if self.process.dead and self.code is None else self.code
 
     def wait(self, timeout: float | None = None) -> int:
-        clock, until = self.machine.world.loop.time, self.machine.world.loop.time() + (timeout or 60.0)
+        """As `Popen.wait`, but without a timeout for a minute at most. Raises subprocess.TimeoutExpired."""
+        clock, until = self.machine.world.loop.time, self.machine.world.loop.time() + (60.0 if timeout is None else timeout)
         while self.poll() is None and clock() < until:
             self.machine.thread.block(0.2)
+        if self.poll() is None and timeout is not None:
+            raise subprocess.TimeoutExpired("sidecar", timeout)
         return self.poll() or 0
 
 

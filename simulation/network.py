@@ -54,12 +54,20 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.sides: dict[str, int] = {}
         """Peer -> its side of a partition; empty: there is none."""
+        self.cut_off: set[str] = set()
+        """Peers that reach nobody, whatever side they are on."""
         self.messages = self.bytes = self.resets = self.dials = 0
         self.reset_share = 0.0
         """Of all messages, those on which a stream breaks."""
 
     def parted(self, one: str, other: str) -> bool:
+        if self.cut_off and one != other and (one in self.cut_off or other in self.cut_off):
+            return True
         return bool(self.sides) and self.sides.get(one, 0) != self.sides.get(other, 0)
+
+    def reaches_server(self, peer: str) -> bool:
+        """A server is on the larger side."""
+        return not self.sides.get(peer, 0) and peer not in self.cut_off
 
     def reaches(self, caller: str, peer: str) -> bool:
         """Whether `caller` can open a stream to `peer`: directly, over a connection that a peer behind NAT has opened to one that can be

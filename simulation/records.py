@@ -11,9 +11,6 @@ from typing import NamedTuple
 from simulation.network import Network
 from swarm.records import LEAVING, RECORD_LIFE_SECONDS, PeerRecord, RunRecord
 
-_REPUBLISHED_SECONDS = 30.0
-"""After a partition the two sides' nodes know each other's keys again within that."""
-
 
 @dataclass(frozen=True)
 class _Version:
@@ -21,11 +18,9 @@ class _Version:
     packed: bytes
     """As it was published; a stranger reads it by itself."""
     visible: float
-    """On its own side."""
+    """By the loop's clock."""
     expires: float
     """By the wall clock."""
-    side: int
-    """Where it was published."""
 
 
 class Records:
@@ -44,9 +39,8 @@ class Records:
         await asyncio.sleep(self._rng.uniform(0.05, 0.3))
         packed = record.pack()
         checked = PeerRecord.unpack(packed, owner=record.peer_id)
-        side = self._network.sides.get(record.peer_id, 0)
         visible = self._clock() + self._rng.uniform(0, self._delay)
-        version = _Version(checked, packed, visible, wall + RECORD_LIFE_SECONDS, side)
+        version = _Version(checked, packed, visible, wall + RECORD_LIFE_SECONDS)
         self._versions[record.peer_id] = [*self._versions.get(record.peer_id, [])[-2:], version]
         return True
 
@@ -63,7 +57,7 @@ class Records:
         now, parted = self._clock(), self._network.parted
         found = {}
         for peer, versions in self._versions.items():
-            if self._network.sides and parted(reader, peer):
+            if parted(reader, peer):
                 continue
             known = [v for v in versions if v.visible <= now and v.expires > wall]
             if not known or (peer != reader and self._rng.random() < self._missing):

@@ -256,8 +256,8 @@ class Server:
             OWNER.reset(token)
 
     def _arrive(self, machine: "Machine", request: "_Request", answer: asyncio.Future) -> None:
-        if self._world.network.sides.get(machine.peer, 0):
-            return  # a server is on the larger side
+        if not self._world.network.reaches_server(machine.peer):
+            return
         if self.away:
             return self._at(self._way(machine), _fail, answer, aiohttp.ClientConnectionError("connection refused"))
         self.requests += 1

@@ -1,15 +1,23 @@
 """Worlds with one thing in particular: what once took real processes, and no operating system is the subject of."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
+from peer.sync.engine.net.link import measure_link
+from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.trainer.local_work import LocalWork
+from peer.sync.engine.trainer.sidecar_process import CLOSE_SECONDS
 from scripts.attacks.rounds import Reducer
 from simulation.campaign import KINDS
 from simulation.faults import Strike, parse_strikes
+from simulation.machine import Process
+from simulation.network import Host, Link
+from simulation.records import SimNode
 from simulation.world import Scenario, World, play
 from swarm.bans import sign_word
 from swarm.members import sign_membership
@@ -71,6 +79,62 @@ def test_guests_follow_those_who_were_there_and_leave_in_order():
     assert_holds(outcome)
     assert len(world.gone) == 6 and all(guest.over for guest in world.gone)
     assert outcome.withdrawn == 0 and outcome.committed > 0.95
+
+
+class Hangs(World):
+    """Each sidecar of a guest hangs as soon as it is told to end."""
+
+    def __init__(self, scenario):
+        super().__init__(scenario)
+        said, self.hung = self.checks.said, {}
+
+        def hang(machine, kind, values, buffers):
+            said(machine, kind, values, buffers)
+            if kind == "close" and machine.number > scenario.peers:
+                machine.sidecar.stop()
+                self.hung[machine] = self.loop.time()
+
+        self.checks.said = hang
+
+    def ends(self, machine):
+        self.hung[machine] = self.loop.time() - self.hung[machine]
+        super().ends(machine)
+
+
+def test_a_peer_whose_sidecar_hangs_as_it_leaves_kills_it_and_ends():
+    world = Hangs(Scenario(10, peers=2, hours=0.02, strikes=parse_strikes("guests@20/0(peers=1,seconds=30)")))
+    outcome = world.play()
+    assert_holds(outcome)
+    (guest,) = world.gone
+    assert guest.over and CLOSE_SECONDS <= world.hung[guest] < CLOSE_SECONDS + 1
+    assert any("the swarm process did not end by itself" in line for line in outcome.lines)
+
+
+class Measures(World):
+    """Somebody who does not take part measures the link of the first peer three times, the third time after a minute."""
+
+    def __init__(self, scenario):
+        super().__init__(scenario)
+        self.found, self.process = [], Process(SimpleNamespace(short="asker", world=self), "asker")
+        self.later(20.0, lambda: self.process.spawn(self.measure()))
+
+    async def measure(self):
+        host = Host("Qmasker", Link(100.0, 100.0, 0.01), owner=self.process)
+        self.network.hosts[host.peer] = host
+        streams = Streams(SimNode(self.network, self.records, host, self.server.wall))
+        for pause in (0.0, 60.0, 0.0):
+            try:
+                self.found.append(await measure_link(streams, self.machines[0].peer))
+            except PeerLost as error:
+                self.found.append(str(error))
+            await asyncio.sleep(pause)
+
+
+def test_a_peers_link_may_be_measured_again_after_a_virtual_minute():
+    world = Measures(Scenario(2, peers=2, hours=0.04, faults=()))
+    assert_holds(world.play())
+    first, refused, again = world.found
+    assert first.up > 0 and "others have measured" in refused and again.up > 0
 
 
 class BehindRouters(World):

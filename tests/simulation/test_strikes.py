@@ -48,7 +48,35 @@ def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
     world = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes)))
     outcome = world.play()
     assert outcome.failpoints == dict.fromkeys(("mean_complete", "rebased", "first_part_sent", "frozen", "joined"), 1) and not outcome.breach
-    assert not world.network.sides
+    assert not world.network.cut_off
+
+
+def test_a_strike_that_ends_undoes_no_other_one():
+    """A `handover` ends within a partition, and another one and a partition while a peer is cut off."""
+    strikes = "partition@20/0(peers=1,seconds=30);handover@21/1(seconds=4)"
+    strikes += ";failpoint@60/1(name=first_part_sent,action=cut,seconds=60);partition@80/0(peers=2,seconds=10);handover@82/1(seconds=8)"
+    world, seen = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes))), {}
+
+    def look(at):
+        peers, net = [machine.peer for machine in world.machines], world.network
+        pairs = {(one + 1, other + 1) for one in range(3) for other in range(one) if net.parted(peers[one], peers[other])}
+        seen[at] = pairs, [net.reaches_server(peer) for peer in peers]
+
+    for at in (30.0, 85.0, 95.0, 130.0):
+        world.later(at, lambda at=at: look(at))
+    outcome = world.play()
+    assert not outcome.breach and outcome.failpoints["first_part_sent"] == 1
+    first_alone = {(2, 1), (3, 1)}, [False, True, True]
+    assert seen == {30.0: first_alone, 85.0: (first_alone[0] | {(3, 2)}, [False, False, True]), 95.0: first_alone, 130.0: (set(), [True] * 3)}
+
+
+def test_a_machine_that_sleeps_is_not_woken_by_the_end_of_another_strike():
+    strikes = parse_strikes("sleep@20/1(seconds=60);stop@25/1(what=both,seconds=8)")
+    world, seen = World(Scenario(3, peers=3, hours=0.03, strikes=strikes)), {}
+    for at in (30.0, 35.0, 75.0, 85.0):
+        world.later(at, lambda at=at: seen.update({at: (world.machines[0].trainer.stopped, world.machines[0].sidecar.stopped)}))
+    assert not world.play().breach
+    assert seen == {30.0: (True, True), 35.0: (True, True), 75.0: (True, True), 85.0: (False, False)}
 
 
 @pytest.mark.parametrize(

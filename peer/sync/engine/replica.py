@@ -240,7 +240,7 @@ class Replica:
         self.node.prefer(self.met.__contains__)
         await self.rounds.start()
         await self._donor.start()
-        await serve_link(self._streams)
+        await serve_link(self._streams, self._clock)
         await serve_kind(self._streams, self._kind)
         await self._past.serve()
         if self.members.needed:

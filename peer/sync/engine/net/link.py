@@ -55,17 +55,17 @@ async def _to_and_fro(channel: Channel) -> None:
         await channel.send(Nothing(), bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
 
 
-async def measure_link(streams: Streams, peer: str, seconds: float = 5.0, clock: Callable[[], float] = time.monotonic) -> Speed:
+async def measure_link(streams: Streams, peer: str, seconds: float = 5.0) -> Speed:
     """To `peer` and back, with this deadline for each way. Raises PeerLost."""
     with contextlib.closing(await streams.open(peer, LINK)) as channel:
-        began, pieces = clock(), 0
-        while pieces < MOST_PIECES - 1 and clock() - began < seconds:
+        began, pieces = time.monotonic(), 0
+        while pieces < MOST_PIECES - 1 and time.monotonic() - began < seconds:
             await channel.send(LinkPiece(more=True), bytes(PIECE_BYTES), seconds=_PIECE_SECONDS)
             pieces += 1
         await channel.send(LinkPiece(pieces=pieces), seconds=_PIECE_SECONDS)
         await channel.receive(Nothing, seconds=_PIECE_SECONDS * 2)
-        up, began, came = 8 * pieces * PIECE_BYTES / max(clock() - began, 1e-6), clock(), 0
-        while came < pieces and (not came or clock() - began < seconds):
+        up, began, came = 8 * pieces * PIECE_BYTES / max(time.monotonic() - began, 1e-6), time.monotonic(), 0
+        while came < pieces and (not came or time.monotonic() - began < seconds):
             await channel.receive(Nothing, max_payload=PIECE_BYTES, seconds=_PIECE_SECONDS)
             came += 1
-        return Speed(up, 8 * came * PIECE_BYTES / max(clock() - began, 1e-6))
+        return Speed(up, 8 * came * PIECE_BYTES / max(time.monotonic() - began, 1e-6))
