@@ -182,7 +182,7 @@ class Server:
     def boot(self) -> None:
         loop, self._process = self._world.loop, _Process()
         writer = Writer(self._db, where="the ledger", run=self.run, make_book=self._make_book)
-        ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger)
+        ledger = _Ledger(writer, loop, self._rng, self._world.checks.ledger.look)
         self._service = SimpleNamespace(
             run=self.run, ledger=ledger, data=self.dataset, signatures=Signatures(self.wall, verify=_verify), extension=self.extension, bans=self.bans,
             url=URL, key=self.dataset.key, rendezvous=None, tokens=None, wall=self.wall, countersign_at=0.0, proven=self.proven, discard=self._bury,
@@ -227,7 +227,7 @@ class Server:
 
     def _make_book(self, db: sqlite3.Connection) -> Book:
         book = make_book(db, self.dataset.manifest, self.run, self.config, self.orders, self._world.loop.time, self._names())
-        self._world.checks.watch(book)
+        self._world.checks.ledger.watch(book)
         return book
 
     def _names(self) -> Iterator[str]:

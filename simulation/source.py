@@ -63,7 +63,7 @@ class Source:
         return keys
 
     def register(self, number: int, keys: Sequence[str]) -> str:
-        self._machine.world.checks.registers(self._machine, number, keys)
+        self._machine.world.checks.ledger.registers(self._machine, number, keys)
         return self._server.register(number, keys)
 
     def report_final(self, committed_round: CommittedRound) -> None:

@@ -394,10 +394,10 @@ class World:
             idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
             if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
                 gone = {machine.peer for machine in self.gone} | self.strangers
-                differs = "" if behind else self.checks.ledger_agrees(self.server.book, recent, gone)
+                differs = "" if behind else self.checks.ledger.agrees(self.server.book, recent, gone)
                 if not differs:
                     self.apart = len(behind)
-                    self.checks.whole_ledger(self.server.book)
+                    self.checks.ledger.whole(self.server.book)
                     return
             if self.loop.time() - began > self.scenario.calm_seconds:
                 stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
@@ -440,10 +440,10 @@ class World:
             elif not ended or commit.digest not in lineage:
                 self.checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
         if self.apart:
-            return self.checks.whole_ledger(self.server.book)
-        if differs := self.checks.ledger_agrees(self.server.book, lineage, {machine.peer for machine in self.gone} | self.strangers):
+            return self.checks.ledger.whole(self.server.book)
+        if differs := self.checks.ledger.agrees(self.server.book, lineage, {machine.peer for machine in self.gone} | self.strangers):
             self.checks.breach(f"ledger and states differ at the run's end: {differs}")
-        self.checks.whole_ledger(self.server.book)
+        self.checks.ledger.whole(self.server.book)
         if self.checks.commits[tip].samples < self.server.end.total:
             return  # the host put the end off when all had gone
         if tip in self.checks.buried:

@@ -46,7 +46,7 @@ class Scene:
         """A shard epoch, and contribution `number` of it."""
         ((item, _),) = self.book.lease(peer, 8).shard_epochs
         keys = [f"{item[0]}:{item[1]}:{index}" for index in range(8)]
-        self.checks.registers(SimpleNamespace(peer=peer, short=peer), number, keys)
+        self.checks.ledger.registers(SimpleNamespace(peer=peer, short=peer), number, keys)
         self.book.contribute(peer, number, keys)
         return item
 
@@ -139,7 +139,7 @@ def test_nobody_goes_back_to_an_ancestor_unless_it_was_started_again(scene):
 
 
 def test_the_bytes_of_a_contribution_are_one(scene):
-    scene.checks.registers(scene.machine, 3, [f"0:0:{index}" for index in range(8)])
+    scene.checks.ledger.registers(scene.machine, 3, [f"0:0:{index}" for index in range(8)])
 
     def offer(content):
         buffer = SimpleNamespace(bytes=lambda: SimpleNamespace(numpy=lambda: content))
@@ -236,16 +236,16 @@ def test_who_leaves_keeps_no_sample_but_those_of_its_last_state(scene, held, bro
 
 def test_what_is_offered_was_registered_with_as_many_samples(scene):
     buffer = SimpleNamespace(bytes=lambda: SimpleNamespace(numpy=lambda: b"bytes"))
-    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
+    scene.checks.ledger.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
     scene.checks.said(scene.machine, "offer", {"number": 3, "samples": 8}, [buffer])
     assert "other samples than were registered" in scene.broken()
 
 
 def test_a_contribution_is_its_keys(scene):
-    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
-    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
+    scene.checks.ledger.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
+    scene.checks.ledger.registers(scene.machine, 3, ["0:0:1", "0:0:2"])
     assert not scene.broken()
-    scene.checks.registers(scene.machine, 3, ["0:0:1", "0:0:3"])
+    scene.checks.ledger.registers(scene.machine, 3, ["0:0:1", "0:0:3"])
     assert "two lists of samples" in scene.broken()
 
 
@@ -279,7 +279,7 @@ def ledger_of(scene):
     scene.reports()
     pending = scene.leases("ann", 2)
     scene.book.lease("bob", 8)
-    scene.checks.whole_ledger(scene.book)
+    scene.checks.ledger.whole(scene.book)
     assert not scene.broken() and scene.book.counted_samples == 16
     return [*(scene.book.shard_epochs[item] for item in shard_epochs), scene.book.shard_epochs[pending]]
 
@@ -354,7 +354,7 @@ FAULTS = {
 def test_a_ledger_that_counts_wrong_is_named(scene, fault):
     counted, _, pending = ledger_of(scene)
     fault(scene.book, counted, pending)
-    scene.checks.whole_ledger(scene.book)
+    scene.checks.ledger.whole(scene.book)
     assert scene.broken() and FAULTS[fault] in scene.broken()
 
 
@@ -364,7 +364,7 @@ def test_ledger_and_states_agree_to_the_sample(scene):
     first = f"{1:064x}"
     scene.offers({("ann", 3): 8})
     scene.adopts(first, "root", 1, 16, [["ann", 1, 8], ["bob", 1, 8]]) if first not in scene.checks.commits else None
-    agrees = scene.checks.ledger_agrees
+    agrees = scene.checks.ledger.agrees
     assert agrees(scene.book, [first], ()) == ""
     assert "the ledger's head is" in agrees(scene.book, ["another"], ())
     scene.book.tree.head.counted = 15
@@ -393,7 +393,7 @@ def test_a_head_that_died_with_all_who_held_it_is_the_ledgers_alone(scene):
     bob = SimpleNamespace(peer="bob", short="bob", sidecar=object())
     scene.offers({("bob", 1): 8})
     scene.adopts("anew", "base", 1, 8, [["bob", 1, 8]], bob)
-    agrees = scene.checks.ledger_agrees
+    agrees = scene.checks.ledger.agrees
     assert "the ledger's head is" in agrees(scene.book, ["anew"], ())
     assert agrees(scene.book, ["anew"], {"ann"}) == ""
 
@@ -412,7 +412,7 @@ def test_where_all_who_could_report_a_state_died_the_ledger_may_count_a_branch_t
     scene.adopts("second", first, 2, 20, dan[:1])
     scene.adopts(third, "second", 3, 24, dan[1:])
     scene.adopts(head, third, 4, 32, [["ann", 3, 8]])
-    agrees = scene.checks.ledger_agrees
+    agrees = scene.checks.ledger.agrees
     assert scene.book.tree.head.digest == head and scene.book.counted_samples == 32
     assert agrees(scene.book, [head], {"dan"}) == ""
     assert "is not in the ledger" in agrees(scene.book, [head], ()), "dan lives, and could have said so"
@@ -422,15 +422,15 @@ def test_where_all_who_could_report_a_state_died_the_ledger_may_count_a_branch_t
 
 def test_what_counts_is_leased_to_nobody_but_a_second_one_that_had_it_as_a_copy(scene):
     ledger_of(scene)
-    scene.checks.watch(scene.book)
+    scene.checks.ledger.watch(scene.book)
     ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
     scene.book.shard_epochs[uid].counted |= 1
-    scene.checks._shard_epoch(scene.book.shard_epochs[uid], 1, 0)
+    scene.checks.ledger._shard_epoch(scene.book.shard_epochs[uid], 1, 0)
     assert "is counted, and leased to be trained once more" in scene.broken()
 
 
 def test_nobody_registers_what_somebody_else_has(scene):
-    scene.checks.watch(scene.book)
+    scene.checks.ledger.watch(scene.book)
     ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
     keys = [f"{uid[0]}:{uid[1]}:{index}" for index in range(8)]
     scene.book.contribute("fay", 1, keys, offered=True)  # as one that was offered while the server was away: it repeats them
@@ -441,7 +441,7 @@ def test_nobody_registers_what_somebody_else_has(scene):
 
 
 def test_who_has_a_copy_may_register_it_second(scene):
-    scene.checks.watch(scene.book)
+    scene.checks.ledger.watch(scene.book)
     ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
     scene.book._late = lambda peer: [(scene.book.shard_epochs[uid], 0xFF)]
     assert [known for known, _ in scene.book.lease("gil", 8).shard_epochs] == [uid]
