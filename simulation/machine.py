@@ -432,7 +432,7 @@ class Machine:
         self.world.checks.left(self, accounts, sync._work.included)
         source.close()
         self.over = True
-        self.world.ends(self)
+        self.world.verdict.ends(self)
 
     def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], gradient: Tensor, samples: int) -> None:
         """Some multiple of the gradient, and the optimizer's step where the strategy has one."""

@@ -29,6 +29,7 @@ from simulation.misled import Misled
 from simulation.network import Link, Network
 from simulation.records import Records
 from simulation.server import Dataset, Server
+from simulation.verdict import Verdict
 from swarm.bans import sign_word
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -42,12 +43,8 @@ _CLIP = 1.5
 """The run's `--clip_members`. It clips one contribution in six; the usual 20 would clip none, and nothing would be checked."""
 _ASKED_OF_A_LOG_LINE = "_srcfile", "logThreads", "logProcesses", "logMultiprocessing"
 """As "Optimization" in Python's logging HOWTO names them."""
-_RECENT_ROUNDS = 12
-"""How many rounds behind the newest state a peer may be: it fetches while the others go on."""
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
-_SHOWN_SECONDS = 15
-"""Within which of a proof the server is shown the state that the wrong mean made: a sidecar says one thing a second."""
 _TRUSTED_SECONDS = 30.0
 _OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN = "one-more-sample", "two-faced", "member-wrong-means"
 """The rows that members play who lie."""
@@ -176,8 +173,7 @@ class World:
         self.strikes: list[Strike] = []
         self.calm = False
         self.gone: list[Machine] = []
-        self.apart = 0
-        self._ended_apart: set[str] = set()
+        self.verdict = Verdict(self)
         self._born = 0
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
         self._last_commit = self._slowest = 0.0
@@ -297,7 +293,7 @@ class World:
         outcome.virtual_seconds, outcome.slowest_commit_seconds = round(self.loop.time(), 1), round(self._slowest, 1)
         outcome.messages, outcome.faults, outcome.adopted = self.network.messages, dict(self.faults_done), self.checks.adopted
         outcome.failpoints, outcome.strikes = dict(self.failpoints.hit), tuple(self.strikes)
-        outcome.apart, outcome.withdrawn = self.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
+        outcome.apart, outcome.withdrawn = self.verdict.apart, len(self.checks.final.keys() - set(self.checks.lineage(tip)))
         outcome.buried = len(self.checks.buried)
         outcome.trace, outcome.lines = self._trace.hexdigest(), list(self._lines)
         return outcome
@@ -345,16 +341,16 @@ class World:
             striking = [strike_as_told(self, strike) for strike in scenario.strikes]
         faults = [asyncio.ensure_future(strikes) for strikes in striking]
         until = scenario.hours * 3600
-        while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds) and not self._is_over():
-            await self._look()
+        while self.loop.time() < until and (not scenario.rounds or self.checks.round < scenario.rounds) and not self.is_over():
+            await self.look()
         self.calm = True
         self.note("world: calm")
         await asyncio.gather(*faults)
         if all(machine.link.behind_nat for machine in self.machines):
             self.add_assistant()  # as each of them says that somebody must: without one no two of them can exchange a word
-        await (self._all_end() if scenario.total_samples else self._all_commit())
+        await (self.verdict.all_end() if scenario.total_samples else self.verdict.all_commit())
         if not (scenario.faults or scenario.strikes):
-            await self._all_buried()
+            await self.verdict.all_buried()
         if not (scenario.faults or scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean):
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
@@ -363,7 +359,10 @@ class World:
 
         await attack(self, row, members=members)
 
-    async def _look(self) -> None:
+    def is_over(self) -> bool:
+        return all(machine.over for machine in self.machines)
+
+    async def look(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
@@ -383,87 +382,6 @@ class World:
             if machine.known and machine.sync is not None and not machine.sync.round and self.checks.is_lost(machine.known["digest"], gone):
                 machine.kill()
                 machine.boot()
-
-    async def _all_commit(self) -> None:
-        """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
-        differs, began, before = "", self.loop.time(), {machine.peer: self._round_of(machine) for machine in self.machines}
-        while True:
-            await self._look()
-            recent = self.checks.lineage(self.tip())[:_RECENT_ROUNDS]
-            behind = [machine for machine in self.machines if self.checks.stands(machine) not in recent]
-            idle = [machine for machine in self.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
-            if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
-                gone = {machine.peer for machine in self.gone} | self.strangers
-                differs = "" if behind else self.checks.ledger.agrees(self.server.book, recent, gone)
-                if not differs:
-                    self.apart = len(behind)
-                    self.checks.ledger.whole(self.server.book)
-                    return
-            if self.loop.time() - began > self.scenario.calm_seconds:
-                stands = ", ".join(f"{m.short} at {self.checks.stands(m)[:8]} of round {self._round_of(m)}" for m in self.machines)
-                what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
-                self.checks.breach(f"{self.scenario.calm_seconds:.0f} s after the last fault {what}")
-
-    async def _all_buried(self) -> None:
-        """Without faults: of each wrong mean that the server has a proof of, it is shown the state soon, and discards it."""
-        stays = self.checks.unburied(self.server)
-        for _ in range(_SHOWN_SECONDS if stays else 0):
-            await self._look()
-        if stays := stays & self.checks.unburied(self.server):
-            self.checks.breach(f"a wrong mean is proven, and the state {min(stays)[:8]} that it made stays")
-
-    def _is_over(self) -> bool:
-        return all(machine.over for machine in self.machines)
-
-    def ends(self, machine: Machine) -> None:
-        """It ends by itself. Whether it is apart by rule shows now: those whom it has met there may still end elsewhere."""
-        self._ended_apart.discard(machine.peer)
-        lineage = self.checks.lineage(self.tip())
-        if self.checks.stands(machine) not in lineage and self._apart_by_rule(machine, lineage):
-            self._ended_apart.add(machine.peer)
-
-    async def _all_end(self) -> None:
-        """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off, but for those
-        that stay apart. Who comes later is told so."""
-        began, patience = self.loop.time(), self.scenario.calm_seconds
-        while not self._is_over():
-            await self._look()
-            if self.loop.time() - began > patience:
-                self.checks.breach(f"{patience:.0f} s after the last fault the run goes on: {', '.join(m.short for m in self.machines if not m.over)} do")
-        tip = self.tip()
-        lineage = self.checks.lineage(tip)
-        for machine in self.machines:
-            commit = self.checks.commits.get(self.checks.stands(machine))
-            ended = commit is not None and commit.samples >= self.run.total_samples
-            if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
-                self.apart += 1
-            elif not ended or commit.digest not in lineage:
-                self.checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
-        if self.apart:
-            return self.checks.ledger.whole(self.server.book)
-        if differs := self.checks.ledger.agrees(self.server.book, lineage, {machine.peer for machine in self.gone} | self.strangers):
-            self.checks.breach(f"ledger and states differ at the run's end: {differs}")
-        self.checks.ledger.whole(self.server.book)
-        if self.checks.commits[tip].samples < self.server.end.total:
-            return  # the host put the end off when all had gone
-        if tip in self.checks.buried:
-            return  # a wrong mean made it, as the server heard when all had gone: the run goes on from before it
-        late, began = self.add_peer(), self.loop.time()
-        while late.alive and self.loop.time() - began < patience:
-            await self._look()
-        if late.failure is None or "is over" not in late.failure.message:
-            self.checks.breach(f"came when the run was over, and {late.failure or 'waits'}", late)
-
-    def _round_of(self, machine: Machine) -> int:
-        commit = self.checks.commits.get(self.checks.stands(machine))
-        return commit.round if commit else 0
-
-    def _apart_by_rule(self, machine: Machine, recent: list[str]) -> bool:
-        """Whether it stays on its branch because of whom it has met there: two groups that never met stay apart (docs/internals.md)."""
-        met = set(machine.met())
-        here = sum(other.peer in met for other in self.machines if self.checks.stands(other) not in recent)
-        there = sum(other.peer in met for other in self.machines if self.checks.stands(other) in recent)
-        return here > 0 and here + 1 >= there
 
     def _bury_all(self) -> None:
         for machine in self.machines:

@@ -1,0 +1,106 @@
+"""What must hold once the last fault is over: all commit, on one lineage; or all end, where the run does (docs/internals.md)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from simulation.machine import Machine
+    from simulation.world import World
+
+_RECENT_ROUNDS = 12
+"""How many rounds behind the newest state a peer may be: it fetches while the others go on."""
+_SHOWN_SECONDS = 15
+"""Within which of a proof the server is shown the state that the wrong mean made: a sidecar says one thing a second."""
+
+
+class Verdict:
+    """apart: how many peers ended on a branch of their own, by the rule that lets them."""
+
+    def __init__(self, world: "World"):
+        self._world = world
+        self.apart = 0
+        self._ended_apart: set[str] = set()
+
+    async def all_commit(self) -> None:
+        """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
+        world, checks = self._world, self._world.checks
+        differs, began, before = "", world.loop.time(), {machine.peer: self._round_of(machine) for machine in world.machines}
+        while True:
+            await world.look()
+            recent = checks.lineage(world.tip())[:_RECENT_ROUNDS]
+            behind = [machine for machine in world.machines if checks.stands(machine) not in recent]
+            idle = [machine for machine in world.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
+            if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
+                gone = {machine.peer for machine in world.gone} | world.strangers
+                differs = "" if behind else checks.ledger.agrees(world.server.book, recent, gone)
+                if not differs:
+                    self.apart = len(behind)
+                    checks.ledger.whole(world.server.book)
+                    return
+            if world.loop.time() - began > world.scenario.calm_seconds:
+                stands = ", ".join(f"{m.short} at {checks.stands(m)[:8]} of round {self._round_of(m)}" for m in world.machines)
+                what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
+                checks.breach(f"{world.scenario.calm_seconds:.0f} s after the last fault {what}")
+
+    async def all_buried(self) -> None:
+        """Without faults: of each wrong mean that the server has a proof of, it is shown the state soon, and discards it."""
+        world, checks = self._world, self._world.checks
+        stays = checks.unburied(world.server)
+        for _ in range(_SHOWN_SECONDS if stays else 0):
+            await world.look()
+        if stays := stays & checks.unburied(world.server):
+            checks.breach(f"a wrong mean is proven, and the state {min(stays)[:8]} that it made stays")
+
+    def ends(self, machine: "Machine") -> None:
+        """It ends by itself. Whether it is apart by rule shows now: those whom it has met there may still end elsewhere."""
+        world, checks = self._world, self._world.checks
+        self._ended_apart.discard(machine.peer)
+        lineage = checks.lineage(world.tip())
+        if checks.stands(machine) not in lineage and self._apart_by_rule(machine, lineage):
+            self._ended_apart.add(machine.peer)
+
+    async def all_end(self) -> None:
+        """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off, but for those
+        that stay apart. Who comes later is told so."""
+        world, checks = self._world, self._world.checks
+        began, patience = world.loop.time(), world.scenario.calm_seconds
+        while not world.is_over():
+            await world.look()
+            if world.loop.time() - began > patience:
+                checks.breach(f"{patience:.0f} s after the last fault the run goes on: {', '.join(m.short for m in world.machines if not m.over)} do")
+        tip = world.tip()
+        lineage = checks.lineage(tip)
+        for machine in world.machines:
+            commit = checks.commits.get(checks.stands(machine))
+            ended = commit is not None and commit.samples >= world.run.total_samples
+            if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
+                self.apart += 1
+            elif not ended or commit.digest not in lineage:
+                checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
+        if self.apart:
+            return checks.ledger.whole(world.server.book)
+        if differs := checks.ledger.agrees(world.server.book, lineage, {machine.peer for machine in world.gone} | world.strangers):
+            checks.breach(f"ledger and states differ at the run's end: {differs}")
+        checks.ledger.whole(world.server.book)
+        if checks.commits[tip].samples < world.server.end.total:
+            return  # the host put the end off when all had gone
+        if tip in checks.buried:
+            return  # a wrong mean made it, as the server heard when all had gone: the run goes on from before it
+        late, began = world.add_peer(), world.loop.time()
+        while late.alive and world.loop.time() - began < patience:
+            await world.look()
+        if late.failure is None or "is over" not in late.failure.message:
+            checks.breach(f"came when the run was over, and {late.failure or 'waits'}", late)
+
+    def _round_of(self, machine: "Machine") -> int:
+        checks = self._world.checks
+        commit = checks.commits.get(checks.stands(machine))
+        return commit.round if commit else 0
+
+    def _apart_by_rule(self, machine: "Machine", branch: Sequence[str]) -> bool:
+        """Whether it stays on its branch because of whom it has met there: two groups that never met stay apart (docs/internals.md)."""
+        world, checks = self._world, self._world.checks
+        met = set(machine.met())
+        here = sum(other.peer in met for other in world.machines if checks.stands(other) not in branch)
+        there = sum(other.peer in met for other in world.machines if checks.stands(other) in branch)
+        return here > 0 and here + 1 >= there
