@@ -90,7 +90,7 @@ def untouched(model: Model, device: torch.device) -> Iterator[None]:
     pipeline.scheduler = kind.from_config(scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     try:
-        with evaluated(model, device), one_by_one(model.parts["vae"]):
+        with evaluated(model, device), one_by_one(model.parts["vae"]), model.decoding_exactly():
             yield
     finally:
         pipeline.scheduler = scheduler

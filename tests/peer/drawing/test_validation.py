@@ -20,6 +20,7 @@ from tests import tiny
 from tests.datasetserver.hosting import until
 from tests.peer.test_alone import CPU, SHORT, flat, start  # noqa: F401
 
+FP16, BF16 = torch.float16, torch.bfloat16
 DRAW = {
     "validation_prompts": ("a red square", "a blue one"),
     "num_validation_images": 3,
@@ -67,6 +68,20 @@ def test_the_pictures_of_a_prompt_are_decoded_one_at_a_time_and_only_while_they_
         drawn = model.pipeline(**model.prompt_arguments(["a cat"] * 3), **model.drawn_with, num_inference_steps=2, height=16, width=16)
     assert decoded == [1, 1, 1] and len(drawn.images) == 3
     assert not model.vae.use_slicing
+
+
+@pytest.mark.parametrize(("overflows", "dtype", "computed"), [(True, FP16, torch.float32), (False, FP16, FP16), (True, BF16, BF16)])
+def test_a_vae_that_overflows_in_fp16_decodes_in_float32_where_autocast_is_in_fp16(overflows, dtype, computed):
+    """As on a GPU without bf16, where SDXL's pictures were black."""
+    pipeline, found = tiny.build("sdxl"), []
+    pipeline.vae.register_to_config(force_upcast=overflows)
+    model = tiny.kind("sdxl")(pipeline, None, RunConfig())
+    model.place(CPU, dtype)
+    model.vae.decoder.register_forward_hook(lambda _, __, output: found.append(output.dtype))
+    with torch.no_grad(), torch.autocast("cpu", dtype), untouched(model, CPU):
+        drawn = model.pipeline(**model.prompt_arguments(["a cat"] * 2), num_inference_steps=2, height=16, width=16, output_type="pt").images
+    assert found == [computed, computed] and drawn.isfinite().all()
+    assert "decode" not in vars(model.vae)
 
 
 def export(done, folder):
