@@ -31,7 +31,7 @@ from peer.launch.launcher import (
     shared_cpus,
     unbind,
 )
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, of_machine
 from swarm.records import MAX_HARDWARE, words
 from swarm.run.family import family_named
 from swarm.run_config import RunConfig
@@ -398,6 +398,8 @@ def _lost_rank() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # gloo raises plain RuntimeError, the store DistStoreError, a subclass
+        if of_machine(error):  # torch's OutOfMemoryError is a RuntimeError, too, and it is this rank that ends
+            raise
         log.debug("collective failed", exc_info=True)
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(

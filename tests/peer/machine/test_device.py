@@ -133,6 +133,22 @@ def test_tensors_are_summed_in_buckets_that_hold_them_all_in_order(monkeypatch):
     assert [[tensor.numel() for tensor in bucket] for bucket in device._buckets(tensors)] == [[3, 20], [1, 5, 5], [2]]
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")])
+def test_a_rank_that_runs_out_of_memory_says_so_and_not_that_another_is_lost(monkeypatch, error):
+    raised = iter([error, RuntimeError("Connection closed by peer")])
+
+    def all_reduce(flat):
+        raise next(raised)
+
+    monkeypatch.setattr(device.dist, "all_reduce", all_reduce)
+    group = RankGroup(Rank(), CPU)
+    group.world = 2
+    with pytest.raises(type(error), match="CUDA"):
+        group.sum_([torch.zeros(2)])
+    with pytest.raises(UserError, match="Another rank of this launch ended or hangs"):
+        group.sum_([torch.zeros(2)])
+
+
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
 def test_attention_is_pytorchs_own_in_every_family(family):
     pipeline = tiny.build(family)
