@@ -136,6 +136,11 @@ def _best_format(device: torch.device, num_parameters: int, half: str) -> tuple[
     return "bf16", f"this processor has {' and '.join(features)}"
 
 
+def emulates_bf16(device: torch.device) -> bool:
+    """Whether it is a GPU that computes bf16 in float32, and so takes longer for it: one older than NVIDIA's Ampere (compute capability 8.0)."""
+    return device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def describe_hardware(device: torch.device) -> str:
     """What other peers are told of this one: 'NVIDIA H100 80GB HBM3', '2 x NVIDIA A40' on all ranks together, '16 CPU cores, AMX'."""
     if device.type == "cpu":

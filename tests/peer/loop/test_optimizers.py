@@ -182,6 +182,14 @@ def test_one_that_steps_all_at_once_refuses_bf16_weights(name):
     check_here(run_with(name), "fp32", CPU)
 
 
+@pytest.mark.parametrize(("has_bf16", "weights", "warned"), [(False, "bf16", True), (False, "fp32", False), (True, "bf16", False)])
+def test_who_asks_for_bf16_weights_on_a_gpu_that_emulates_bf16_is_warned(monkeypatch, caplog, has_bf16, weights, warned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or has_bf16)
+    check_here(run_with("adamw"), weights, torch.device("cuda"))
+    assert ("this GPU has no bf16 and emulates it" in caplog.text) == warned
+
+
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.package])
 @pytest.mark.parametrize("there", [None, "0.0.1"])
 def test_a_package_that_is_missing_or_too_old_is_named_with_the_command_that_installs_it(name, there, monkeypatch):
