@@ -152,6 +152,27 @@ def describe_hardware(device: torch.device) -> str:
     return words(f"{ranks} x {name}" if ranks > 1 else name, MAX_HARDWARE)
 
 
+def check_alike(group: "RankGroup", device: torch.device, weights: str) -> None:
+    """Raises UserError where --weights bf16 would round otherwise at each rank; all ranks call it, before a model is loaded.
+
+    From one seed, GPUs of different kinds draw different random numbers (they depend on the number of multiprocessors), as do a GPU and a CPU.
+    """
+    kinds = group.gather(_kind(device))
+    if weights == "bf16" and len({*kinds}) > 1:
+        raise UserError(
+            f"--weights bf16 rounds by chance, and the ranks of this launch compute on unlike devices, whose weights would drift apart: "
+            f"{', '.join(sorted({*kinds}))}.",
+            fix="Remove --weights bf16, start the ranks on GPUs of one kind (CUDA_VISIBLE_DEVICES), or start a peer for each kind.",
+        )
+
+
+def _kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    its = torch.cuda.get_device_properties(device)
+    return f"{its.name} ({its.multi_processor_count} multiprocessors)"
+
+
 def cpu_features(path: str = "/proc/cpuinfo") -> list[str]:
     """Which of AMX and AVX512-BF16 this processor has."""
     try:

@@ -1,5 +1,6 @@
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,21 @@ def test_a_peer_tells_others_what_it_computes_on(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     said = device.describe_hardware(torch.device("cuda", 0))
     assert said.startswith("8 x NVIDIA H100") and len(said) == 64
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "weights", "refused"), [((72, 84), "bf16", True), ((84, 84), "bf16", False), ((72, 84), "fp32", False)]
+)
+def test_bf16_weights_are_refused_where_the_gpus_of_a_launch_would_round_otherwise(monkeypatch, multiprocessors, weights, refused):
+    def properties(which):
+        return SimpleNamespace(name="NVIDIA A10", multi_processor_count=multiprocessors[which.index])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    group = RankGroup(Rank(), CPU)
+    monkeypatch.setattr(group, "gather", lambda own: [own, device._kind(torch.device("cuda", 1))])
+    said = r"unlike devices.*A10 \(72 multiprocessors\), NVIDIA A10 \(84 multiprocessors\)\. Remove --weights bf16"
+    with pytest.raises(UserError, match=said) if refused else nullcontext():
+        device.check_alike(group, torch.device("cuda", 0), weights)
 
 
 def test_cpu_features_are_read_from_the_kernels_list(tmp_path):
