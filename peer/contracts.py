@@ -153,6 +153,10 @@ class Model(Protocol):
         """
         ...
 
+    def decoding_exactly(self) -> AbstractContextManager[None]:
+        """Within it the VAE decodes in float32 what it would overflow in: fp16, where autocast computes in that."""
+        ...
+
     def encode_text(self, captions: Sequence[str]) -> Text:
         """What the denoiser is told of the captions: with a gradient where something in a text encoder is trained, cacheable where not."""
         ...

@@ -92,6 +92,8 @@ def load(config: GenerateConfig) -> Any:
 
         pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
     model.cast(dtype)  # what was added
+    if hasattr(model.vae, "use_slicing"):
+        model.vae.enable_slicing()  # a batch is decoded one picture at a time: that takes more memory than the denoiser's steps
     model.move(torch.device(device))
     return model
 

@@ -34,6 +34,7 @@ from peer.loop.rounding import innermost, keep_in_bf16
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
 from peer.machine.compiling import Compiled
+from peer.machine.device import check_alike
 from peer.machine.disk_space import check_disk
 from peer.machine.first_gradient import FirstGradient
 from peer.machine.ipex import Ipex, check_ipex
@@ -62,6 +63,7 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     """The trainer with all its parts, resumed where there is what to resume, and what writes its result. Raises UserError."""
     check_step(launch.peer, launch.run, launch.group.world)
     check_prior(launch.peer, launch.run)
+    check_alike(launch.group, launch.device, launch.peer.weights)
     check_held_out(launch)
     if launch.peer.ipex:
         check_ipex(launch.device)

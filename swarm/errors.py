@@ -6,6 +6,7 @@ import enum
 import errno
 import logging
 import os
+import re
 import ssl
 import sys
 import traceback
@@ -46,6 +47,11 @@ class Unanswered(UserError):
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|RESOURCE_EXHAUSTED"  # torch's own on a CPU; XLA
+    r"|(CUDA|HIP)( driver)? error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure (\d+ )?'out of memory'"  # the driver; cuBLAS, cuDNN, cuSOLVER; NCCL
+)
+"""What is said by all that has no exception of its own for it: a GPU that is full may say so outside torch's allocator, too."""
 
 
 def of_machine(error: BaseException) -> UserError | None:
@@ -54,9 +60,9 @@ def of_machine(error: BaseException) -> UserError | None:
     if isinstance(error, OSError) and error.errno in _FULL:
         about = f" ({error.filename})" if error.filename else ""
         return UserError(f"{error.strerror}{about}.", fix="Free some space, then start again.", code=ExitCode.DISK)
-    # By its name, since torch is not everybody's: of its CPU allocator all there is to know is the text.
-    short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
-    if short or (isinstance(error, OSError) and error.errno == errno.ENOMEM) or "RESOURCE_EXHAUSTED" in text:
+    # By its name, since torch is not everybody's.
+    short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text)
+    if short or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         first = (text.strip().splitlines() or ["of the host"])[0][:300]
         return UserError(f"Out of memory: {first}", fix=memory_advice(), code=ExitCode.MEMORY)
     return None

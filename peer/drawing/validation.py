@@ -81,7 +81,7 @@ class Validation:
 
 @contextmanager
 def untouched(model: Model, device: torch.device) -> Iterator[None]:
-    """Within the block the model is in its mode for drawing, with a scheduler of its own; afterwards all is as before."""
+    """Within the block the model is in its mode for drawing, with a scheduler of its own, and decodes one picture at a time; afterwards all is as before."""
     from diffusers import DDIMScheduler
 
     pipeline = model.pipeline
@@ -90,10 +90,23 @@ def untouched(model: Model, device: torch.device) -> Iterator[None]:
     pipeline.scheduler = kind.from_config(scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     try:
-        with evaluated(model, device):
+        with evaluated(model, device), one_by_one(model.parts["vae"]), model.decoding_exactly():
             yield
     finally:
         pipeline.scheduler = scheduler
+
+
+@contextmanager
+def one_by_one(vae: Any) -> Iterator[None]:
+    """Within the block the VAE decodes one picture at a time, if its class can. SDXL's takes several GB for each of 1,024 px: a batch of four fits no small GPU."""
+    before = getattr(vae, "use_slicing", None)
+    if before is False:
+        vae.enable_slicing()
+    try:
+        yield
+    finally:
+        if before is False:
+            vae.disable_slicing()
 
 
 @contextmanager

@@ -11,9 +11,12 @@ import torch
 from packaging.requirements import Requirement
 
 from peer.contracts import Params
+from peer.machine.device import emulates_bf16
 from swarm.errors import UserError
 from swarm.run.optimizer import AUTO, OPTIMIZERS
 from swarm.run_config import RunConfig
+
+log = logging.getLogger(__name__)
 
 
 def kind_of(run: RunConfig, device: torch.device) -> str:
@@ -22,7 +25,10 @@ def kind_of(run: RunConfig, device: torch.device) -> str:
 
 
 def check_here(run: RunConfig, weights: str, device: torch.device) -> None:
-    """Raise UserError where this machine cannot step with the run's optimizer; asked before a model is loaded. weights: --weights."""
+    """Raise UserError where this machine cannot step with the run's optimizer; asked before a model is loaded. weights: --weights.
+
+    Warns where bf16 weights are computed with in an emulation of bf16.
+    """
     facts = OPTIMIZERS[kind_of(run, device)]
     if device.type == "xla" and not facts.on_xla:
         tried = " or ".join(name for name, its in OPTIMIZERS.items() if its.on_xla)
@@ -32,6 +38,8 @@ def check_here(run: RunConfig, weights: str, device: torch.device) -> None:
             f"{facts.title} steps all tensors at once, but --weights bf16 steps some at a time.",
             fix="Remove --weights; or use another --optimizer.",
         )
+    if weights == "bf16" and emulates_bf16(device):
+        log.warning("weights=bf16: this GPU has no bf16 and emulates it, so that steps take longer; without --weights it computes in fp16 or float32")
     if facts.package and not _is_there(Requirement(facts.package)):
         raise UserError(f"{facts.title} needs {facts.package}.", fix=f"pip install '{facts.package}'; or use another --optimizer.")
     if facts.matrices and not hasattr(torch.optim, "Muon"):

@@ -71,13 +71,26 @@ class RoundingOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]
-        with _in_float32([parameter for group in self.param_groups for parameter in group["params"]]):  # a state is loaded in their dtype
+        with _as_float32([parameter for group in self.param_groups for parameter in group["params"]]):  # a state is loaded in their dtype
             self._inner.load_state_dict(dict(state["inner"]))
 
 
 @contextmanager
-def _in_float32(parameters: Sequence[Tensor], rng: torch.Generator | None = None) -> Iterator[None]:
-    """Within the block parameters and gradients are float32; afterwards rounded by chance, or exactly when `rng` is None and none changed.
+def _as_float32(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within the block parameters say that they are float32, and are empty: copies of all would take 4 bytes for each of the 2 that they have."""
+    memory = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = torch.empty(0, dtype=torch.float32, device=parameter.device)
+    try:
+        yield
+    finally:
+        for parameter, kept in zip(parameters, memory, strict=True):
+            parameter.data = kept
+
+
+@contextmanager
+def _in_float32(parameters: Sequence[Tensor], rng: torch.Generator) -> Iterator[None]:
+    """Within the block parameters and gradients are float32; afterwards rounded by chance.
 
     The parameters' own memory comes back: others look at it.
     """
@@ -91,7 +104,7 @@ def _in_float32(parameters: Sequence[Tensor], rng: torch.Generator | None = None
     finally:
         for parameter, kept in zip(parameters, memory, strict=True):
             gradient, parameter.grad = parameter.grad, None
-            kept.copy_(round_stochastically(parameter.data, rng) if rng else parameter.data)
+            kept.copy_(round_stochastically(parameter.data, rng))
             parameter.data = kept
             parameter.grad = None if gradient is None else gradient.bfloat16()
 

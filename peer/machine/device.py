@@ -31,7 +31,7 @@ from peer.launch.launcher import (
     shared_cpus,
     unbind,
 )
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, of_machine
 from swarm.records import MAX_HARDWARE, words
 from swarm.run.family import family_named
 from swarm.run_config import RunConfig
@@ -136,6 +136,11 @@ def _best_format(device: torch.device, num_parameters: int, half: str) -> tuple[
     return "bf16", f"this processor has {' and '.join(features)}"
 
 
+def emulates_bf16(device: torch.device) -> bool:
+    """Whether it is a GPU that computes bf16 in float32, and so takes longer for it: one older than NVIDIA's Ampere (compute capability 8.0)."""
+    return device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def describe_hardware(device: torch.device) -> str:
     """What other peers are told of this one: 'NVIDIA H100 80GB HBM3', '2 x NVIDIA A40' on all ranks together, '16 CPU cores, AMX'."""
     if device.type == "cpu":
@@ -145,6 +150,27 @@ def describe_hardware(device: torch.device) -> str:
     ranks = Rank.from_environment().world
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     return words(f"{ranks} x {name}" if ranks > 1 else name, MAX_HARDWARE)
+
+
+def check_alike(group: "RankGroup", device: torch.device, weights: str) -> None:
+    """Raises UserError where --weights bf16 would round otherwise at each rank; all ranks call it, before a model is loaded.
+
+    From one seed, GPUs of different kinds draw different random numbers (they depend on the number of multiprocessors), as do a GPU and a CPU.
+    """
+    kinds = group.gather(_kind(device))
+    if weights == "bf16" and len({*kinds}) > 1:
+        raise UserError(
+            f"--weights bf16 rounds by chance, and the ranks of this launch compute on unlike devices, whose weights would drift apart: "
+            f"{', '.join(sorted({*kinds}))}.",
+            fix="Remove --weights bf16, start the ranks on GPUs of one kind (CUDA_VISIBLE_DEVICES), or start a peer for each kind.",
+        )
+
+
+def _kind(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    its = torch.cuda.get_device_properties(device)
+    return f"{its.name} ({its.multi_processor_count} multiprocessors)"
 
 
 def cpu_features(path: str = "/proc/cpuinfo") -> list[str]:
@@ -398,6 +424,8 @@ def _lost_rank() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # gloo raises plain RuntimeError, the store DistStoreError, a subclass
+        if of_machine(error):  # torch's OutOfMemoryError is a RuntimeError, too, and it is this rank that ends
+            raise
         log.debug("collective failed", exc_info=True)
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError(

@@ -22,6 +22,8 @@ class FirstGradient:
     def __call__(self, loss: Callable[[], Tensor]) -> bool:
         """loss: computes the same value each time but for the weights. False where its gradient is not finite, which tells nothing."""
         packed = self._gradient(loss)
+        if not _finite(packed):  # at each step while fp16 seeks its scale: the model's own weights are all of its files, read anew
+            return False
         try:
             with self._model.unpacked():
                 own = self._gradient(loss)
@@ -29,7 +31,7 @@ class FirstGradient:
             log.warning("base_precision=%s: cannot compare the first batch's gradient: %s", self._precision, error.message)
             return True
         difference = relative_difference(own, packed)
-        if not (torch.stack([gradient.isfinite().all() for gradient in own]).all() and difference < float("inf")):
+        if not (_finite(own) and difference < float("inf")):
             return False
         log.info(
             "base_precision=%s: the first batch's gradient differs by %.2g of its length from the one with the model's own weights",
@@ -42,3 +44,7 @@ class FirstGradient:
         # Not by backward(): that would call what steps a tensor as soon as its gradient is there.
         found = torch.autograd.grad(loss(), self._params, allow_unused=True)
         return [torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(self._params, found, strict=True)]
+
+
+def _finite(gradients: list[Tensor]) -> bool:
+    return bool(torch.stack([gradient.isfinite().all() for gradient in gradients]).all())

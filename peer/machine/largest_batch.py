@@ -7,6 +7,7 @@ import gc
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -141,6 +142,10 @@ class _Step:
         self._of_round = [torch.zeros_like(parameter) for parameter in params.values()] if strategies()[run.sync].optimizer else []
 
     def __call__(self, count: int) -> None:
+        with getattr(self._learner.optimizer, "gradient_point", nullcontext)():  # as in the loop: schedule-free AdamW steps nowhere else
+            self._step(count)
+
+    def _step(self, count: int) -> None:
         beside = 2 if self._peer.with_prior_preservation else 1
         batch = noise_batch(self._learner, self._run, count * beside, CAPTION)
         for _ in range(min(self._peer.gradient_accumulation_steps, 2)):  # the first one's gradients are there in the second

@@ -9,6 +9,7 @@ import torch
 from peer.config import PeerConfig
 from peer.loop.fused import check_fused
 from peer.loop.optim import kind_of
+from peer.machine.device import emulates_bf16
 from peer.machine.turns import in_turns
 from swarm.errors import UserError
 from swarm.memory_advice import WAYS
@@ -29,7 +30,7 @@ def useless(run: RunConfig, peer: PeerConfig, device: torch.device) -> set[str]:
         "offload": in_turns(peer, device) or device.type != "cuda",
         "blocks_to_swap": peer.blocks_to_swap or device.type != "cuda" or whole or not (family and family.blocks),
         "base_precision": peer.base_precision != "auto" or whole,
-        "weights": peer.weights == "bf16" or not OPTIMIZERS[kind_of(run, device)].by_tensor,
+        "weights": peer.weights == "bf16" or not OPTIMIZERS[kind_of(run, device)].by_tensor or emulates_bf16(device),
     }
     return {name for name, useless in here.items() if useless}
 

@@ -50,14 +50,16 @@ class Turns:
     """Through the VAE."""
     texts_stay: bool = False
     """Whether a text encoder is trained, so that all of them stay in each turn."""
+    beginning: int = 0
+    """What is trained, before --weights bf16 halves it: a swarm's first state is made of it in float32. Nothing flows then, nor has a part its turn."""
 
     def worst(self, *, turned: bool) -> int:
         """At the worst moment: of the largest turn, or of all parts at once where they take none."""
         if not turned:
-            return self.trained + self.denoiser + self.texts + self.vae + max(self.step, self.reading, self.encoding)
+            return self.denoiser + self.texts + self.vae + max(self.beginning, self.trained + max(self.step, self.reading, self.encoding))
         staying, coming = (self.texts, 0) if self.texts_stay else (0, self.texts)
         turns = (self.denoiser + self.step, coming + self.reading, self.vae + self.encoding)
-        return self.trained + staying + max(turns)
+        return staying + max(self.beginning, self.trained + max(turns))
 
 
 class Needs:
@@ -97,8 +99,10 @@ class Needs:
             denoiser -= away(spread(model, peer.blocks_to_swap), but=ids(params))
         texts = sum(parts.get(name, 0) for name in model.facts.text_encoders)
         stay = bool(parts_of(params) & model.facts.text_encoders.keys())
-        average = 4 * sum(parameter.numel() for parameter in params.values()) if peer.use_ema else 0  # rank 0's alone, whatever --weights are
-        return Turns(trained + states + average, denoiser, texts, parts["vae"], texts_stay=stay)
+        in_float32 = 4 * sum(parameter.numel() for parameter in params.values())
+        average = in_float32 if peer.use_ema else 0  # rank 0's alone, whatever --weights are
+        beginning = in_float32 if peer.weights == "bf16" else 0
+        return Turns(trained + states + average, denoiser, texts, parts["vae"], texts_stay=stay, beginning=beginning)
 
     def params(self, peer: PeerConfig) -> Params:
         """What is trained: names and shapes."""

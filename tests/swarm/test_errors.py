@@ -63,6 +63,30 @@ def test_what_the_machine_is_short_of_is_a_circumstance_of_its_kind():
     assert of_machine(OSError(errno.ENOENT, "No such file")) is None and of_machine(ValueError("1")) is None
 
 
+class AcceleratorError(RuntimeError):
+    """As newer versions of torch have one."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call."),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("HIP error: out of memory"),
+        RuntimeError("NCCL error: unhandled cuda error, NCCL version 2.27.5\nLast error:\nCuda failure 2 'out of memory'"),
+    ],
+)
+def test_a_gpu_that_is_full_is_short_of_memory_whoever_on_it_says_so(error):
+    assert of_machine(error).code == ExitCode.MEMORY
+
+
+def test_other_errors_of_a_gpu_are_no_want_of_memory():
+    for said in ("CUDA error: an illegal memory access was encountered", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"):
+        assert of_machine(AcceleratorError(said)) is None
+
+
 class Wrapped(OSError):
     """As aiohttp wraps what asyncio raised."""
 

@@ -153,6 +153,29 @@ class DiffusionModel:
             posterior = self.vae.encode(self.framed(pixels.to(self.device))).latent_dist
         return torch.cat(self.scaled(posterior.mean.float(), posterior.std.float()), dim=1)
 
+    @contextlib.contextmanager
+    def decoding_exactly(self) -> Iterator[None]:
+        """Within it a VAE that overflows in fp16 decodes in float32, also where autocast computes in fp16.
+
+        Its pipeline sees to that only while its weights are fp16, and `place` holds them in float32: SDXL then drew black pictures.
+        """
+        decode, kind = self.vae.decode, self.device.type
+
+        def exact(latents: Tensor, *args: Any, **options: Any) -> Any:
+            if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not torch.float16:
+                return decode(latents, *args, **options)
+            with torch.autocast(kind, enabled=False):
+                return decode(latents.float(), *args, **options)
+
+        if not self._vae_overflows:
+            yield
+            return
+        self.vae.decode = exact
+        try:
+            yield
+        finally:
+            del self.vae.decode
+
     def framed(self, pixels: Tensor) -> Tensor:
         """(B, 3, H, W) pixels as the VAE takes them."""
         return pixels

@@ -342,6 +342,7 @@ def _learner(machine: Machine) -> Any:
     from peer.launch.launch import Launch
     from peer.launch.launcher import Rank
     from peer.learner import build_learner
+    from peer.loop.rounding import keep_in_bf16
     from peer.machine.device import RankGroup, choose_device, set_threads
     from peer.machine.turns import to_try
 
@@ -355,7 +356,10 @@ def _learner(machine: Machine) -> Any:
             joined=Joined(machine.run()), peer=peer, given={**machine.given, "model": str(machine.model)}, group=RankGroup(rank, device),
             device=device, stopping=lambda: False, closing=closing,
         )  # fmt: skip
-        return build_learner(launch, "check")[0]
+        learner = build_learner(launch, "check")[0]
+    if peer.weights == "bf16":
+        keep_in_bf16(learner.params)
+    return learner
 
 
 def _fp32_bytes(model: Path) -> int:

@@ -11,12 +11,16 @@ from diffusers.training_utils import EMAModel
 from PIL import Image
 from safetensors.torch import load_file
 
+from peer.drawing.validation import untouched
 from peer.figures import trackers
 from peer.loop.ema import Ema
 from swarm.errors import UserError
+from swarm.run_config import RunConfig
+from tests import tiny
 from tests.datasetserver.hosting import until
-from tests.peer.test_alone import SHORT, flat, start  # noqa: F401
+from tests.peer.test_alone import CPU, SHORT, flat, start  # noqa: F401
 
+FP16, BF16 = torch.float16, torch.bfloat16
 DRAW = {
     "validation_prompts": ("a red square", "a blue one"),
     "num_validation_images": 3,
@@ -54,6 +58,30 @@ def test_a_picture_shows_the_weights_of_its_step_and_the_same_ones_give_the_same
     picture = pipeline("a red square", num_inference_steps=2, height=16, width=16, generator=generator).images[0]
     grid = pixels(tmp_path / "one" / "validation" / "step-000004.png")
     assert abs(grid[:16, :16] - np.asarray(picture, dtype=float)).max() <= 2
+
+
+@pytest.mark.parametrize("family", tiny.ONE_OF_EACH)
+def test_the_pictures_of_a_prompt_are_decoded_one_at_a_time_and_only_while_they_are_drawn(family):
+    model, decoded = tiny.kind(family)(tiny.build(family), CPU, RunConfig(**tiny.MODELS[family].run)), []
+    model.vae.decoder.register_forward_pre_hook(lambda _, inputs: decoded.append(len(inputs[0])))
+    with torch.no_grad(), untouched(model, CPU):
+        drawn = model.pipeline(**model.prompt_arguments(["a cat"] * 3), **model.drawn_with, num_inference_steps=2, height=16, width=16)
+    assert decoded == [1, 1, 1] and len(drawn.images) == 3
+    assert not model.vae.use_slicing
+
+
+@pytest.mark.parametrize(("overflows", "dtype", "computed"), [(True, FP16, torch.float32), (False, FP16, FP16), (True, BF16, BF16)])
+def test_a_vae_that_overflows_in_fp16_decodes_in_float32_where_autocast_is_in_fp16(overflows, dtype, computed):
+    """As on a GPU without bf16, where SDXL's pictures were black."""
+    pipeline, found = tiny.build("sdxl"), []
+    pipeline.vae.register_to_config(force_upcast=overflows)
+    model = tiny.kind("sdxl")(pipeline, None, RunConfig())
+    model.place(CPU, dtype)
+    model.vae.decoder.register_forward_hook(lambda _, __, output: found.append(output.dtype))
+    with torch.no_grad(), torch.autocast("cpu", dtype), untouched(model, CPU):
+        drawn = model.pipeline(**model.prompt_arguments(["a cat"] * 2), num_inference_steps=2, height=16, width=16, output_type="pt").images
+    assert found == [computed, computed] and drawn.isfinite().all()
+    assert "decode" not in vars(model.vae)
 
 
 def export(done, folder):

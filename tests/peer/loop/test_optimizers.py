@@ -148,11 +148,46 @@ def test_with_bf16_weights_it_steps_every_group_of_parameters_in_the_mean_as_far
         assert float(rounded[key].norm()) == pytest.approx(float(full[key].norm()), rel=0.1)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.by_tensor])
+def test_the_state_of_bf16_weights_is_loaded_in_float32_and_none_of_the_weights_with_it(name, fails, monkeypatch):
+    (params, _), (others, _) = net(), net()
+    keep_in_bf16(params)
+    keep_in_bf16(others)
+    optimizer, other = (RoundingOptimizer(build_optimizer(run_with(name), some, CPU), "seed") for some in (params, others))
+    for parameter in params.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before, load, seen = {key: (p.data_ptr(), p.detach().clone()) for key, p in others.items()}, other._inner.load_state_dict, []
+
+    def loading(state):
+        seen.extend((parameter.dtype, parameter.numel()) for parameter in others.values())
+        load(state)
+        if fails:
+            raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(other._inner, "load_state_dict", loading)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        load_moments(other, optimizer.state_dict())
+    assert set(seen) == {(torch.float32, 0)}
+    assert {key: p.data_ptr() for key, p in others.items()} == {key: place for key, (place, _) in before.items()}
+    assert all(torch.equal(p, before[key][1]) and p.dtype is torch.bfloat16 for key, p in others.items())
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if not facts.by_tensor])
 def test_one_that_steps_all_at_once_refuses_bf16_weights(name):
     with pytest.raises(UserError, match=r"--weights bf16 steps some at a time.*Remove --weights"):
         check_here(run_with(name), "bf16", CPU)
     check_here(run_with(name), "fp32", CPU)
+
+
+@pytest.mark.parametrize(("has_bf16", "weights", "warned"), [(False, "bf16", True), (False, "fp32", False), (True, "bf16", False)])
+def test_who_asks_for_bf16_weights_on_a_gpu_that_emulates_bf16_is_warned(monkeypatch, caplog, has_bf16, weights, warned):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or has_bf16)
+    check_here(run_with("adamw"), weights, torch.device("cuda"))
+    assert ("this GPU has no bf16 and emulates it" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("name", [name for name, facts in OPTIMIZERS.items() if facts.package])

@@ -8,7 +8,9 @@ from diffusers import StableDiffusionPipeline
 
 from peer.loop.optim import build_optimizer
 from peer.loop.rounding import RoundingOptimizer, keep_in_bf16, round_stochastically
+from peer.machine.device import RankGroup
 from peer.sync.engine.vectors import Flat, Schema
+from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.drawing.test_validation import export
 from tests.peer.test_alone import CPU, RUN, assert_learned_alike, flat, start  # noqa: F401
@@ -68,6 +70,12 @@ def test_a_stopped_run_with_bf16_weights_goes_on_to_the_bit(start, optimizer):  
     second = start("parts", run=run, weights="bf16", resume_from_checkpoint="latest").run()
     assert first.losses + second.losses == whole.losses
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
+
+
+def test_ranks_on_unlike_devices_are_refused_before_a_model_is_loaded(start, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(RankGroup, "gather", lambda group, own: [own, "NVIDIA A40 (84 multiprocessors)"])
+    with pytest.raises(UserError, match=r"unlike devices.*NVIDIA A40 \(84 multiprocessors\), cpu"):
+        start(weights="bf16", run=dataclasses.replace(RUN, model="/no/such/model"))
 
 
 def test_what_the_optimizer_does_to_bf16_weights_is_seen_by_whoever_averages_them_and_the_other_way_round():

@@ -1,5 +1,6 @@
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +109,21 @@ def test_a_peer_tells_others_what_it_computes_on(monkeypatch):
     assert said.startswith("8 x NVIDIA H100") and len(said) == 64
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "weights", "refused"), [((72, 84), "bf16", True), ((84, 84), "bf16", False), ((72, 84), "fp32", False)]
+)
+def test_bf16_weights_are_refused_where_the_gpus_of_a_launch_would_round_otherwise(monkeypatch, multiprocessors, weights, refused):
+    def properties(which):
+        return SimpleNamespace(name="NVIDIA A10", multi_processor_count=multiprocessors[which.index])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    group = RankGroup(Rank(), CPU)
+    monkeypatch.setattr(group, "gather", lambda own: [own, device._kind(torch.device("cuda", 1))])
+    said = r"unlike devices.*A10 \(72 multiprocessors\), NVIDIA A10 \(84 multiprocessors\)\. Remove --weights bf16"
+    with pytest.raises(UserError, match=said) if refused else nullcontext():
+        device.check_alike(group, torch.device("cuda", 0), weights)
+
+
 def test_cpu_features_are_read_from_the_kernels_list(tmp_path):
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags : fpu amx_bf16 avx512_bf16\n")
     assert device.cpu_features(tmp_path / "cpuinfo") == ["AMX", "AVX512-BF16"]
@@ -131,6 +147,22 @@ def test_tensors_are_summed_in_buckets_that_hold_them_all_in_order(monkeypatch):
     monkeypatch.setattr(device, "_BUCKET_BYTES", 40)
     tensors = [torch.zeros(count) for count in (3, 20, 1, 5, 5, 2)]
     assert [[tensor.numel() for tensor in bucket] for bucket in device._buckets(tensors)] == [[3, 20], [1, 5, 5], [2]]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")])
+def test_a_rank_that_runs_out_of_memory_says_so_and_not_that_another_is_lost(monkeypatch, error):
+    raised = iter([error, RuntimeError("Connection closed by peer")])
+
+    def all_reduce(flat):
+        raise next(raised)
+
+    monkeypatch.setattr(device.dist, "all_reduce", all_reduce)
+    group = RankGroup(Rank(), CPU)
+    group.world = 2
+    with pytest.raises(type(error), match="CUDA"):
+        group.sum_([torch.zeros(2)])
+    with pytest.raises(UserError, match="Another rank of this launch ended or hangs"):
+        group.sum_([torch.zeros(2)])
 
 
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)

@@ -98,6 +98,7 @@ def short_of_memory(learner, most, error):
         ({}, {}),
         ({"method": "full", "clip_grad": "tensor"}, {"fused_step": True, "weights": "bf16", "mixed_precision": "bf16"}),
         ({"method": "full", "sync": "gradients", "optimizer": "adamw"}, {"gradient_accumulation_steps": 3}),
+        ({"optimizer": "adamw_schedulefree"}, {}),
     ],
 )
 def test_real_steps_are_made_until_torch_has_no_memory(learn, run, options):

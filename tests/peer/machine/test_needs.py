@@ -102,3 +102,19 @@ def test_the_worst_moment_is_the_largest_turn_and_without_turns_all_at_once():
     assert turns.worst(turned=False) == 1 + 150 + 30 and turns.worst(turned=True) == 1 + 120
     assert Turns(1, 20, 40, 10, step=5, reading=5, encoding=30).worst(turned=True) == 1 + 45
     assert Turns(1, 20, 40, 10, step=5, reading=5, encoding=30, texts_stay=True).worst(turned=True) == 1 + 40 + 40
+
+
+def test_bf16_weights_need_their_float32_at_the_start_and_nothing_that_flows_with_it():
+    turns = Turns(trained=60, denoiser=0, texts=40, vae=10, step=5, reading=5, encoding=30, beginning=100)
+    assert turns.worst(turned=False) == 50 + 100 and turns.worst(turned=True) == 60 + 40 + 5
+    assert Turns(60, 0, 40, 10, step=5, beginning=110).worst(turned=True) == 110
+    assert Turns(60, 0, 40, 10, step=5, texts_stay=True, beginning=110).worst(turned=True) == 40 + 110
+
+
+def test_a_whole_denoiser_in_bf16_is_counted_with_what_its_start_takes():
+    needs = needs_of("sd", "full", optimizer="adafactor", clip_grad="tensor")
+    peer = PeerConfig(weights="bf16", fused_step=True, gradient_checkpointing=True)
+    turns, trained = needs.turns(peer), sum(parameter.numel() for parameter in needs.params(peer).values())
+    assert turns.beginning == 4 * trained > turns.trained
+    assert needs.lying(peer) == 4 * trained + turns.denoiser + turns.texts + turns.vae <= needs.of(peer)
+    assert needs.turns(PeerConfig(mixed_precision="bf16")).beginning == 0

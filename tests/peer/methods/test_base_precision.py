@@ -143,6 +143,14 @@ def test_the_first_batchs_gradient_is_compared_and_changes_nothing(start, caplog
     assert untold.run().losses == told
 
 
+def test_a_gradient_that_is_not_finite_does_not_read_the_model_anew(shallow_family, monkeypatch):  # noqa: F811
+    model, params = placed(shallow_family("sd"), "int8", **METHODS["lora"])
+    compare, read, reads = FirstGradient(model, params, "int8"), model.read, []
+    monkeypatch.setattr(model, "read", lambda **how: reads.append(how) or read(**how))
+    for factor, answer, times in ((float("inf"), False, 0), (float("nan"), False, 0), (1.0, True, 1)):
+        assert compare(lambda factor=factor: factor * sum(one.sum() for one in params.values())) is answer and len(reads) == times
+
+
 def test_files_that_have_gone_and_gradients_that_are_not_finite_stop_nobody(shallow_family, caplog):  # noqa: F811
     model, params = placed(shallow_family("sd"), "int8", **METHODS["lora"])
     compare, total = FirstGradient(model, params, "int8"), lambda factor: lambda: factor * sum(one.sum() for one in params.values())

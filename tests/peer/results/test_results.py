@@ -542,6 +542,13 @@ def test_a_result_is_drawn_with_prompts_read_and_noise_taken_as_in_its_training(
     )
 
 
+def test_the_pictures_of_a_batch_are_decoded_one_at_a_time(tiny_family, tmp_path):
+    config = GenerateConfig(model=str(tiny_family("sd")), num_images=3, steps=1, size=16, out=str(tmp_path))
+    model, decoded = generate.load(config), []
+    model.vae.decoder.register_forward_pre_hook(lambda _, inputs: decoded.append(len(inputs[0])))
+    assert len(generate.draw(model, PROMPT, config)) == 3 and decoded == [1, 1, 1]
+
+
 def test_loras_and_words_are_put_onto_any_model(tiny_family, trained, tmp_path):
     base = tiny_family("sd")
     trained("sd", tmp_path / "lora" / "model", **LORA).written()

@@ -164,6 +164,13 @@ def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monk
     fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "Averaging needs")
 
 
+@pytest.mark.parametrize(("weights", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
+def test_a_step_is_measured_with_the_weights_that_are_trained(machine, weights, dtype):
+    ready = machine(weights=weights)
+    told = asked(ready, "server", "run", "model", "memory")
+    assert told.mark == OK and {parameter.dtype for parameter in ready.learner.params.values()} == {dtype}
+
+
 def test_a_gpu_whose_memory_is_too_small_is_told_before_the_model_is_loaded(machine, monkeypatch):
     monkeypatch.setattr("peer.machine.device.choose_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr("peer.launch.fitted.counted", lambda *_: Fit({"offload": True, "gradient_checkpointing": True}, 9.2e9, 14e9, 11.4e9))
