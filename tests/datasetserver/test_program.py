@@ -230,13 +230,19 @@ def processes_of(host):
     return [child.pid for child in psutil.Process(host.process.pid).children(recursive=True)]
 
 
-def gone(pids, seconds=20):
+def lives(pid):
     import psutil
 
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids, seconds=20):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        left = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
-        if not left:
+        if not any(map(lives, pids)):
             return True
         time.sleep(0.1)
     return False
