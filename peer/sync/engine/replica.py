@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from peer.sync.engine.round.certificates import Certificates
 from peer.sync.engine.round.checks import SpotChecks
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.ending import Ending
-from peer.sync.engine.round.equivocation import LOOK_SECONDS, Equivocation
+from peer.sync.engine.round.equivocation import Equivocation
 from peer.sync.engine.round.evidence import Evidence
 from peer.sync.engine.round.excerpts import Auditor, NoAuditor
 from peer.sync.engine.round.finality import Finality, safe
@@ -46,6 +47,7 @@ from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
 from peer.sync.engine.round.rounds_file import read_rounds, write_round
 from peer.sync.engine.round.share_seals import ShareSeals
 from peer.sync.engine.round.status import Status
+from peer.sync.engine.round.telling import forever
 from peer.sync.engine.round.wrong_states import WrongStates
 from peer.sync.engine.state import Head, State
 from peer.sync.engine.trainer.messages import Done, Failed, Sends
@@ -269,7 +271,8 @@ class Replica:
             self._donor.close()
 
     def _for_members(self) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
-        return (self._gather_seals_forever, self._evidence.ask_forever, self._compare_forever, self._check_forever) if self.members.needed else ()
+        looks = partial(forever, self._equivocation.look), partial(forever, self._checks.look)
+        return (self._gather_seals_forever, self._evidence.ask_forever, *looks) if self.members.needed else ()
 
     async def live_until(self, *ends: Coroutine[Any, Any, Any]) -> None:
         """Live until one of `ends` does, or life itself; then leave in order. Raises what the first of them to end raised."""
@@ -500,16 +503,6 @@ class Replica:
             seen = self.neighbours.others()
             self.certificates.see(seen)
             await self.bell.until(lambda seen=seen: self.neighbours.others() is not seen)
-
-    async def _compare_forever(self) -> None:
-        while True:
-            await self._equivocation.look()
-            await asyncio.sleep(LOOK_SECONDS)
-
-    async def _check_forever(self) -> None:
-        while True:
-            await self._checks.look()
-            await asyncio.sleep(LOOK_SECONDS)
 
     async def _report_forever(self) -> None:
         while True:

@@ -2,13 +2,11 @@
 
 Who checks draws itself, by the one signature that its key makes of the state. So nobody knows beforehand who will look, and nobody can draw
 twice. A check asks each member of the group once. What comes of it is laid together as a proof, and is one if it holds (`swarm/wrong_means.py`).
-Proofs are told to all others at once, and swapped with one of them at first and each minute.
 """
 
 import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from collections import Counter, deque
@@ -25,6 +23,7 @@ from peer.sync.engine.round.averaging import share_out
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.rounds import Round
 from peer.sync.engine.round.share_seals import SealedShare, part_hash
+from peer.sync.engine.round.telling import Telling, each
 from swarm.digest import seed_of
 from swarm.proofs import Proofs
 from swarm.records import PeerRecord
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 INPUTS, WRONG = "distributed-diffusion.inputs.1", "distributed-diffusion.wrong-means.1"
 CHECKERS = 3
 """Of a group, on average: with three, nobody looks at one round in twenty."""
-LOOK_SECONDS, SWAP_SECONDS = 1.0, 60.0
 _SECONDS = 10.0
 _TRIES = 3
 """How often a peer is asked in one check, and answers one checker: it may commit some seconds after us, and a stream may break."""
@@ -48,7 +46,6 @@ _KEPT = 2
 _COPIED_BYTES = 64 << 20
 """Of a contribution: 20 ms. Where rounds follow at once, the trainer freezes the next one in that memory before anybody has asked. What is
 longer is on its way for longer than a check takes."""
-_AT_ONCE = 16
 
 
 def is_drawn(lot: str, peers: int) -> bool:
@@ -123,12 +120,11 @@ class SpotChecks:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
-        self._run, self._node, self._streams, self._wire, self._proofs, self._others = run, node, streams, wire, proofs, others
-        self._clock, self._rng = clock, rng or random.SystemRandom()
+        self._run, self._node, self._streams, self._wire, self._proofs = run, node, streams, wire, proofs
+        self._rng = rng or random.SystemRandom()
+        self._telling = Telling(others, self._swap, clock, self._rng)
         self._kept: deque[_Kept] = deque(maxlen=_KEPT)
         self._checks: deque[_Check] = deque(maxlen=_KEPT)
-        self._to_tell: list[str] = []
-        self._swapped = -math.inf
         self.looked = 0
         """Shares of which we have seen all that a verdict needs."""
 
@@ -171,17 +167,11 @@ class SpotChecks:
         """Do the checks for which we were drawn, and tell others what is proven."""
         while self._checks:
             await self._check(self._checks.popleft())
-        others = self._others()
-        if others and self._clock() - self._swapped >= SWAP_SECONDS:
-            self._swapped = self._clock()
-            self._to_tell.append(self._rng.choice([record.peer_id for record in others]))
-        while self._to_tell:
-            told, self._to_tell = self._to_tell, []
-            await self._each(self._swap, told)
+        await self._telling.look()
 
     async def _check(self, check: _Check) -> None:
         for tried in range(_TRIES):
-            await self._each(lambda peer: self._ask(peer, check), sorted(check.others - check.said.keys()))
+            await each(lambda peer: self._ask(peer, check), sorted(check.others - check.said.keys()))
             if check.others <= check.said.keys():
                 break
             if tried < _TRIES - 1:
@@ -203,10 +193,6 @@ class SpotChecks:
                 check.said[peer], _ = await channel.receive(Looked, seconds=_SECONDS)
         except PeerLost as error:
             log.debug("%s shows nothing: %s", peer[-6:], error)
-
-    async def _each(self, job: Callable, peers: list[str]) -> None:
-        for begin in range(0, len(peers), _AT_ONCE):
-            await asyncio.gather(*map(job, peers[begin : begin + _AT_ONCE]))
 
     # ---------------------------------------------------------------- showing
 
@@ -244,7 +230,7 @@ class SpotChecks:
 
     def _hear(self, said: Iterable[WrongMean]) -> None:
         if self._proofs.hear(said):
-            self._to_tell = [record.peer_id for record in self._others()]
+            self._telling.all()
 
     async def _swap(self, peer: str) -> None:
         """Take one proof that we lack, and give one that the other lacks."""

@@ -1,23 +1,21 @@
 """Whether a reducer gave others another mean than us: members whose states part after one group compare what its reducers signed for each.
 
 Honest rounds cost no message. Where the states of two members differ, each asks the other once, and both have the proof (`swarm/proofs.py`).
-Proofs are told to all others at once, and swapped with one of them at first and each minute, so that who comes later hears of them, too.
 """
 
-import asyncio
 import contextlib
 import logging
-import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from peer.sync.engine.net.messages import Shares, SignedShare
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
 from peer.sync.engine.round.rounds import Round
 from peer.sync.engine.round.share_seals import SealedShare
+from peer.sync.engine.round.telling import Telling, each
 from swarm.proofs import Proof, Proofs
 from swarm.records import PeerRecord
 
@@ -25,13 +23,10 @@ log = logging.getLogger(__name__)
 
 SHARES = "distributed-diffusion.shares.1"
 _SECONDS = 10.0
-LOOK_SECONDS, SWAP_SECONDS = 1.0, 60.0
 _KEPT = 8
 """Groups: as many as the ancestors that a record names."""
 _TRIES = 3
 """How often a peer is asked about a group: a stream may break, and one that is dead or silent is not asked for ever."""
-_AT_ONCE = 16
-"""Peers that are asked or told at a time: of 100, one that says nothing must not hold up the others for 30 s each."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +59,11 @@ class Equivocation:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
-        self._streams, self._proofs, self._others, self._clock, self._rng = streams, proofs, others, clock, rng or random.SystemRandom()
+        self._streams, self._proofs, self._others = streams, proofs, others
+        self._telling = Telling(others, self._swap, clock, rng)
         self._kept: deque[_Kept] = deque(maxlen=_KEPT)
         self._tries: Counter[tuple[str, str]] = Counter()
         """(peer, group) -> how often it was asked; of the groups that are kept."""
-        self._to_tell: list[str] = []
-        self._swapped = -math.inf
 
     async def serve(self) -> None:
         await self._streams.serve(SHARES, self._answer)
@@ -85,20 +79,12 @@ class Equivocation:
     async def look(self) -> None:
         """Ask those whose states part from ours, and tell others what is proven."""
         others = self._others()
-        await self._swap_with([(record.peer_id, kept) for kept in self._kept for record in others if self._differs(kept, record)])
-        if others and self._clock() - self._swapped >= SWAP_SECONDS:
-            self._swapped = self._clock()
-            self._to_tell.append(self._rng.choice([record.peer_id for record in others]))
-        while self._to_tell:
-            told, self._to_tell = self._to_tell, []
-            await self._swap_with([(peer, None) for peer in told])
+        apart = [(record.peer_id, kept) for kept in self._kept for record in others if self._differs(kept, record)]
+        await each(lambda asked: self._swap(*asked), apart)
+        await self._telling.look()
 
     def _differs(self, kept: _Kept, record: PeerRecord) -> bool:
         return kept.parts_from(record) and self._tries[record.peer_id, kept.group] < _TRIES
-
-    async def _swap_with(self, peers: Sequence[tuple[str, _Kept | None]]) -> None:
-        for begin in range(0, len(peers), _AT_ONCE):
-            await asyncio.gather(*(self._swap(peer, kept) for peer, kept in peers[begin : begin + _AT_ONCE]))
 
     async def _swap(self, peer: str, kept: _Kept | None = None) -> None:
         if kept is not None:
@@ -128,7 +114,7 @@ class Equivocation:
     def _hear(self, said: Shares, kept: _Kept | None) -> None:
         mine = self._compared(kept, said.shares) if kept is not None and said.group == kept.group else ()
         if self._proofs.hear([*mine, *said.proofs]):
-            self._to_tell = [record.peer_id for record in self._others()]
+            self._telling.all()
 
     @staticmethod
     def _compared(kept: _Kept, theirs: Iterable[SignedShare]) -> Iterable[Proof]:
