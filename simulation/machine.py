@@ -233,6 +233,7 @@ class Machine:
         self.node: SimNode | None = None
         self.boots = 0
         self.over = self.leaves = False
+        self.booted = 0.0
         self.failure: BaseException | None = None
         self.graveyard: list[Process] = []
         self.source: Source | None = None
@@ -283,6 +284,7 @@ class Machine:
 
     def boot(self) -> None:
         self.boots += 1
+        self.booted = self.world.loop.time()
         self.failure, self.over, self.leaves = None, False, False
         self.source = self.learned = self.sync = None
         self.known = self.world.last_known()

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 _RECENT_ROUNDS = 12
 """How many rounds behind the newest state a peer may be: it fetches while the others go on."""
+_HEARD_SECONDS = 10.0
+"""In which a peer that starts has joined, and the others have read its record."""
 _SHOWN_SECONDS = 15
 """Within which of a proof the server is shown the state that the wrong mean made: a sidecar says one thing a second."""
 
@@ -20,6 +22,8 @@ class Verdict:
         self._world = world
         self.apart = 0
         self._ended_apart: set[str] = set()
+        self._ended: dict[str, float] = {}
+        """Of each peer that ended by itself: when it did."""
 
     async def all_commit(self) -> None:
         """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
@@ -54,6 +58,7 @@ class Verdict:
     def ends(self, machine: "Machine") -> None:
         """It ends by itself. Whether it is apart by rule shows now: those whom it has met there may still end elsewhere."""
         world, checks = self._world, self._world.checks
+        self._ended[machine.peer] = world.loop.time()
         self._ended_apart.discard(machine.peer)
         lineage = checks.lineage(world.tip())
         if checks.stands(machine) not in lineage and self._apart_by_rule(machine, lineage):
@@ -75,7 +80,7 @@ class Verdict:
             ended = commit is not None and commit.samples >= world.run.total_samples
             if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
                 self.apart += 1
-            elif not ended or commit.digest not in lineage:
+            elif (not ended or commit.digest not in lineage) and not self._came_too_late(machine):
                 checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
         if self.apart:
             return checks.ledger.whole(world.server.book)
@@ -91,6 +96,11 @@ class Verdict:
             await world.look()
         if late.failure is None or "is over" not in late.failure.message:
             checks.breach(f"came when the run was over, and {late.failure or 'waits'}", late)
+
+    def _came_too_late(self, machine: "Machine") -> bool:
+        """Whether all others had ended before they can have heard that it is back: nobody is left to give it the last state."""
+        others = [at for peer, at in self._ended.items() if peer != machine.peer]
+        return bool(others) and max(others) < machine.booted + _HEARD_SECONDS
 
     def _round_of(self, machine: "Machine") -> int:
         checks = self._world.checks

@@ -13,7 +13,7 @@ from peer.launch.joining import Joined
 from peer.launch.membership import visitor
 from peer.launch.resolving import resolve_run
 from peer.rooms import load_part
-from peer.sync.engine.assistant import newest_state
+from peer.sync.engine.first_state import newest_state
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.dht import SwarmNode
 from swarm.errors import UserError

@@ -5,50 +5,37 @@ on both are on its disk, so that the volunteers may all leave, and find the run 
 """
 
 import asyncio
-import collections
-import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from peer.contracts import CommittedRound
-from peer.sync.engine.buffers import IN_MEMORY, MEMORY, Buffers, buffers_on
-from peer.sync.engine.certificate import Seals, Shown, judged
+from peer.sync.engine.buffers import MEMORY, Buffers, buffers_on
 from peer.sync.engine.codec import Wire
+from peer.sync.engine.first_state import FirstState
 from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.net.bucket import Bucket
-from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
-from peer.sync.engine.round.evidence import MOST_ASKED, ask
 from peer.sync.engine.round.excerpts import Auditor
-from peer.sync.engine.round.heads import most_signed
-from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Head, Header, State, better
+from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
-from peer.sync.engine.transfer.discarded import Discarded
+from peer.sync.engine.transfer.archive import Archive
 from peer.sync.engine.transfer.disk import StateStore
-from peer.sync.engine.transfer.download import Download
-from peer.sync.engine.transfer.kind import Kind, ask_kind
-from peer.sync.engine.transfer.pace import Slow, fetch_seconds
-from peer.sync.engine.transfer.state_fetch import WholeState
-from peer.sync.engine.vectors import SharedBuffer
+from peer.sync.engine.transfer.kind import Kind
 from swarm import files
 from swarm.advice import size
 from swarm.dht import SwarmNode
 from swarm.end import End
-from swarm.errors import ExitCode, UserError
 from swarm.members import Members
-from swarm.records import LEAVING, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
-_TOLD_EVERY_SECONDS = 60.0
 _WAITING = "waiting for the first peer that trains, whose state this peer can take"
 _SEEN_SECONDS = 1.0
 _STORED = 4
@@ -83,52 +70,6 @@ class Assistant:
             case Failed():
                 self.error = message.error
                 self.ended.set()
-
-
-class Archive:
-    """The final states, as links to the files of `store`: round-00000012-samples-0000024576-3f2a91c0d4e5.state; 0: no limit.
-
-    Raises UserError (disk) when the folder cannot be made.
-    """
-
-    def __init__(self, folder: Path, store: StateStore, limit: int):
-        """What was discarded since goes: it would be taken for the newest."""
-        self.folder, self._store, self._limit = folder, store, limit
-        with self._or_say_why():
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in self._files():
-                if store.is_discarded(path):
-                    log.warning("removed %s: it is discarded", path.name)
-                    path.unlink()
-
-    def newest(self) -> Path | None:
-        return max(self._files(), default=None)
-
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("round-*.state"))
-
-    def keep(self, final_rounds: Sequence[CommittedRound]) -> None:
-        """Keep those of these that are on disk: one that came and went while the one before was written never is. Raises UserError (disk)."""
-        with self._or_say_why():
-            for final in final_rounds:
-                source = next(self._store.folder.glob(f"samples-*-{final.digest[:12]}.state"), None)
-                target = self.folder / f"round-{final.round:08d}-samples-{final.samples:010d}-{final.digest[:12]}.state"
-                if source is not None and not target.exists():
-                    files.link(source, target)
-                    log.info("kept round=%d samples=%d file=%s", final.round, final.samples, target)
-            for old in self._files()[: -self._limit if self._limit else 0]:
-                old.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _or_say_why(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"Cannot keep final states in {self.folder}: {error.strerror}.",
-                fix="They are hard links: choose an --output_dir on a file system that has them.",
-                code=ExitCode.DISK,
-            ) from None
 
 
 async def assist(
@@ -208,7 +149,8 @@ async def _stored_or_fetched(
     state = _stored(run, strategy, kind, store, archive) if kind is not None else None
     if state is None:
         known = kind
-        kind, state = await _first_from_others(run, strategy, node, members, discarded=store.discarded, buffers=store.buffers)
+        first = FirstState(run, strategy, node, members, discarded=store.discarded, buffers=store.buffers)
+        kind, state = await first.found(_WAITING, lambda kind: _check_memory(run, strategy, kind, store.buffers))
         if known is None and (stored := _stored(run, strategy, kind, store, archive)) and better(stored.head, state.head):
             state = stored  # only the kind was lost
         try:
@@ -230,163 +172,3 @@ def _stored(run: RunConfig, strategy: Strategy, kind: Kind, store: StateStore, a
 def _check_memory(run: RunConfig, strategy: Strategy, kind: Kind, buffers: Buffers) -> None:
     """Raises UserError."""
     check_memory(host_bytes(strategy, Wire(run.wire, *kind.sizes), trains=False, state_on=buffers.state_on), available_bytes())
-
-
-async def newest_state(
-    run: RunConfig,
-    strategy: Strategy,
-    node: SwarmNode,
-    members: Members,
-    seconds: float,
-    named: Collection[str] = (),
-    known: str = "",
-) -> State:
-    """The best state of a run, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time.
-
-    named: peers whose word this user takes, before that of however many others; known: digest of the state that the server knows.
-    """
-    waiting = f"nobody who holds the state is here yet; waiting up to {seconds:.0f} s in all (--wait_seconds)"
-    finding = asyncio.create_task(_first_from_others(run, strategy, node, members, waiting, False, named, known))
-    try:
-        await asyncio.wait({finding}, timeout=seconds)
-        if finding.done():
-            return finding.result()[1]
-    finally:
-        await end_tasks(finding)
-    raise UserError(
-        f"Nobody gave a state of the run '{run.run_name}' within {seconds:.0f} s.",
-        fix="Try again while a peer trains or assists; a folder that one kept works without them (--state FOLDER).",
-        code=ExitCode.NETWORK,
-    )
-
-
-async def _first_from_others(
-    run: RunConfig,
-    strategy: Strategy,
-    node: SwarmNode,
-    members: Members,
-    waiting: str = _WAITING,
-    spare_memory: bool = True,
-    named: Collection[str] = (),
-    known: str = "",
-    discarded: Discarded | None = None,
-    buffers: Buffers = IN_MEMORY,
-) -> tuple[Kind, State]:
-    """The best state of a run that this peer knows nothing of; waits until somebody is there who has one, and says so: `waiting`."""
-    streams, told, seals = Streams(node, members=members), -_TOLD_EVERY_SECONDS, Seals(run, node, members)
-    failures: collections.Counter[str] = collections.Counter()
-    clock = asyncio.get_running_loop().time
-    while True:
-        records = await _records(run, node, members)
-        peers = [record.peer_id for record in records]
-        kind = await ask_kind(streams, [peer for peer in peers if peer in named]) or await ask_kind(streams, peers)
-        alike = [record for record in records if kind is not None and record.schema == kind.schema]
-        if alike:
-            if spare_memory:
-                _check_memory(run, strategy, kind, buffers)
-            alike = await _that_count(streams, seals, alike, named, known)
-            with contextlib.suppress(PeerLost, BadState):
-                return kind, await _fetch(streams, run, kind, strategy, alike, failures, named, known, discarded, buffers)
-        if clock() - told >= _TOLD_EVERY_SECONDS:
-            told = clock()
-            log.info("%s", waiting)
-        await asyncio.sleep(LOOK_SECONDS)
-
-
-async def _records(run: RunConfig, node: SwarmNode, members: Members) -> list[PeerRecord]:
-    try:
-        found = await node.records(run.run_id)
-    except Exception as error:  # a node that answers nothing: hivemind raises its own kinds
-        log.debug("could not read the records: %r", error)
-        return []
-    return [
-        record
-        for record in found.values()
-        if record.config == run.digest
-        and record.phase != LEAVING
-        and record.peer_id != node.peer_id
-        and _is_admitted(members, record)
-        and not members.bans.discards(record.digest, record.parents)
-    ]
-
-
-def _is_admitted(members: Members, record: PeerRecord) -> bool:
-    members.hear(record.peer_id, record.membership)
-    return members.has(record.peer_id)
-
-
-async def _that_count(
-    streams: Streams, seals: Seals, records: Sequence[PeerRecord], named: Collection[str], known: str
-) -> list[PeerRecord]:
-    """Those of peers that count by the certificates that all of them show (certificate.py), that were named, or that stand on what the server knows."""
-    if not seals.needed:
-        return list(records)
-    shown: dict[str, Shown] = {}
-    for at in range(0, len(records), MOST_ASKED):
-        shown |= await ask(streams, seals, [record.peer_id for record in records[at : at + MOST_ASKED]])
-    judgement = judged(shown, countersigned=seals.countersigned)
-    if judgement.best is not None:
-        log.info("the state %s is certified by %d members", judgement.best.made.digest[:8], len(judgement.best.signers))
-    return [
-        record
-        for record in records
-        if record.peer_id in judgement.peers or record.peer_id in named or (known and known in (record.digest, *record.parents))
-    ]
-
-
-async def _fetch(
-    streams: Streams,
-    run: RunConfig,
-    kind: Kind,
-    strategy: Strategy,
-    records: Sequence[PeerRecord],
-    failures: collections.Counter[str],
-    named: Collection[str] = (),
-    known: str = "",
-    discarded: Discarded | None = None,
-    buffers: Buffers = IN_MEMORY,
-) -> State:
-    """The first of `_choices` that its holders give; who failed us least comes first (`failures`, which this adds to).
-
-    Raises PeerLost, BadState.
-    """
-    num_bytes = kind.num_bytes(strategy.slots)
-    nothing = (bytes(HASH_BYTES),) * -(-num_bytes // CHUNK_BYTES)
-    like = State(Header(run=run.digest, schema=kind.schema), SharedBuffer(num_bytes), nothing)
-    fewest = min(failures[record.peer_id] for record in records)
-    choices = _choices([record for record in records if failures[record.peer_id] == fewest], named, known)
-    reason: PeerLost | BadState = PeerLost("none of them has a state")
-    for digest, holders in choices:
-        try:
-            state = await _download(streams, digest, holders, like, fetch_seconds(num_bytes, contested=len(choices) > 1), buffers)
-            state.header.check_bounds(run.target_batch_size)
-            if discarded is not None and discarded.holds(state.digest, state.header):
-                raise BadState(f"the state {digest[:8]} descends from one that is discarded")
-            return state
-        except (PeerLost, BadState) as error:
-            failures.update(holders)
-            reason = error
-    raise reason
-
-
-async def _download(streams: Streams, digest: str, holders: Collection[str], like: State, longest: float, buffers: Buffers) -> State:
-    content = WholeState(digest, like, buffers=buffers)
-    try:
-        await asyncio.wait_for(Download(content, set(holders)).run(streams), longest)
-    except asyncio.TimeoutError:
-        raise Slow(f"the state {digest[:8]} has not come within {longest:.0f} s") from None
-    return content.state()
-
-
-def _choices(records: Sequence[PeerRecord], named: Collection[str], known: str) -> list[tuple[str, set[str]]]:
-    """Digests to ask for, with those who say that they hold them, in order. Keys cost nothing, so numbers are the last thing to go by.
-
-    First what peers that were named sign, then the state that the server knows, then what most sign.
-    """
-    signers: dict[str, set[str]] = {}
-    for record in sorted(records, key=lambda record: -record.samples):
-        signers.setdefault(record.digest, set()).add(record.peer_id)
-    of_named = [(digest, holders) for digest, holders in signers.items() if not holders.isdisjoint(named)]
-    of_known = {record.peer_id for record in records if known and known in (record.digest, *record.parents)}
-    of_most = [(head.digest, holders) for head, holders in most_signed(records).items()]
-    return [*of_named, *([(known, of_known)] if of_known else []), *of_most]

@@ -18,8 +18,8 @@ from peer.launch.joining import Joined
 from peer.launch.starting_model import load_model
 from peer.rooms import load_part
 from peer.sync.diloco import strategy
-from peer.sync.engine.assistant import Archive
 from peer.sync.engine.state import first_state, next_state
+from peer.sync.engine.transfer.archive import Archive
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.vectors import Schema, flatten
 from swarm.errors import ExitCode

@@ -17,8 +17,8 @@ from peer.methods import full, textual_inversion
 from peer.models import stable_diffusion
 from peer.results.checkpoint import Checkpoints
 from peer.sync.diloco import strategy
-from peer.sync.engine.assistant import Archive
 from peer.sync.engine.state import first_state, next_state
+from peer.sync.engine.transfer.archive import Archive
 from peer.sync.engine.transfer.disk import StateStore
 from peer.sync.engine.vectors import Schema, flatten
 from swarm.digest import digest_model

@@ -1,8 +1,8 @@
 """A peer that trains nothing: real nodes in one loop, of which those that train cannot be dialled."""
 
 import asyncio
-import collections
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +10,15 @@ import torch
 from peer.contracts import CommittedRound, Member
 from peer.results.exporting import find
 from peer.results.fetching import fetch_state
-from peer.sync.engine import assistant
-from peer.sync.engine.assistant import Archive, _choices, assist, newest_state
+from peer.sync.engine import assistant, first_state
+from peer.sync.engine.assistant import assist
 from peer.sync.engine.cell import Phase
+from peer.sync.engine.first_state import FirstState, _choices, newest_state
 from peer.sync.engine.net import neighbours
 from peer.sync.engine.net.messages import BadMessage
 from peer.sync.engine.round.groups import rank
 from peer.sync.engine.state import next_state
+from peer.sync.engine.transfer.archive import Archive
 from peer.sync.engine.transfer.disk import StateStore, read_state
 from peer.sync.engine.transfer.download import CHUNKS
 from peer.sync.engine.transfer.kind import KIND, Kind, ask_kind, serve_kind
@@ -35,7 +37,7 @@ RUN = make_run(sync="parameters")
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(assistant, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(first_state, "LOOK_SECONDS", 0.1)
 
 
 class Helper:
@@ -460,24 +462,24 @@ def test_an_export_by_a_peers_address_gives_that_peers_state_whatever_three_stra
 
 def test_a_helper_asks_somebody_else_when_a_state_does_not_come_in_its_time(virtual, monkeypatch):
     """The one that drips signs more samples, and is as good as anybody until it has failed once."""
-    monkeypatch.setattr(assistant, "fetch_seconds", lambda num_bytes, contested: 1.0)
+    monkeypatch.setattr(first_state, "fetch_seconds", lambda num_bytes, contested: 1.0)
 
     async def scenario(nodes):
         base = state_of(torch.zeros(SIZE), run=RUN.digest)
         new, made_up = (next_state(base, [[torch.full((SIZE,), change)]], [Member("a", 1, 7 + int(change))]) for change in (1.0, 2.0))
         giver = await holder(nodes, new)
-        ((drip, serving), (_, streams)) = await nodes.streams(2)
+        ((drip, serving), (ours, _)) = await nodes.streams(2)
         await serving.serve(CHUNKS, lambda channel: asyncio.Event().wait())
         records = [
             PeerRecord(peer_id=peer, config=RUN.digest, schema="schema", round=1, samples=state.header.samples, digest=state.digest)
             for peer, state in ((giver.node.peer_id, new), (drip.peer_id, made_up))
         ]
-        failures = collections.Counter()
+        first = FirstState(RUN, Parameters(), ours, Members(RUN))
         with pytest.raises(Slow, match="has not come within 1 s"):
-            await assistant._fetch(streams, RUN, Kind("schema", (SIZE, 0)), Parameters(), records, failures)
-        assert failures == {drip.peer_id: 1}
+            await first._fetch(Kind("schema", (SIZE, 0)), records)
+        assert first._failures == {drip.peer_id: 1}
         monkeypatch.undo()
-        fetched = await assistant._fetch(streams, RUN, Kind("schema", (SIZE, 0)), Parameters(), records, failures)
+        fetched = await first._fetch(Kind("schema", (SIZE, 0)), records)
         assert fetched.digest == new.digest
 
     virtual(scenario)
@@ -492,11 +494,11 @@ def test_a_disk_without_room_for_the_kind_of_state_costs_a_question_after_the_ne
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(assistant, "_first_from_others", from_others)
+    monkeypatch.setattr(assistant, "FirstState", lambda *_, **__: SimpleNamespace(found=from_others))
     monkeypatch.setattr(Kind, "write", refuse)
     store = StateStore(tmp_path / "state")
     stored = assistant._stored_or_fetched(
-        run, Parameters(), None, Members(run), store, tmp_path / "kind.json", assistant.Archive(tmp_path / "settled", store, 0)
+        run, Parameters(), None, Members(run), store, tmp_path / "kind.json", Archive(tmp_path / "settled", store, 0)
     )
     assert asyncio.run(stored) == (kind, [first])
     assert "asked again after the next start: No space left" in caplog.text
@@ -509,12 +511,12 @@ def test_a_helper_that_lost_the_kind_of_state_alone_goes_on_from_its_own_newest_
     async def from_others(*_, **__):
         return kind, states[0]
 
-    monkeypatch.setattr(assistant, "_first_from_others", from_others)
+    monkeypatch.setattr(assistant, "FirstState", lambda *_, **__: SimpleNamespace(found=from_others))
     store = StateStore(tmp_path / "state")
     store.save(states[-1])
     (tmp_path / "kind.json").write_text("{")
     stored = assistant._stored_or_fetched(
-        run, Parameters(), None, Members(run), store, tmp_path / "kind.json", assistant.Archive(tmp_path / "settled", store, 0)
+        run, Parameters(), None, Members(run), store, tmp_path / "kind.json", Archive(tmp_path / "settled", store, 0)
     )
     told, (state,) = asyncio.run(stored)
     assert state.digest == states[-1].digest and Kind.read(tmp_path / "kind.json") == told == kind
@@ -524,7 +526,7 @@ def test_a_helper_whose_newest_states_are_discarded_goes_on_from_the_newest_of_b
     run, key = make_run(sync="parameters"), HostKey(tmp_path / "host.key")
     bans, states = Bans(run, key.public), chain(5, run=run.digest)
     store = StateStore(tmp_path / "state", keep=2, bans=bans, older=False)
-    archive = assistant.Archive(tmp_path / "settled", store, 0)
+    archive = Archive(tmp_path / "settled", store, 0)
     for state in states:
         store.save(state)
         archive.keep([committed_round(state)])
@@ -532,7 +534,7 @@ def test_a_helper_whose_newest_states_are_discarded_goes_on_from_the_newest_of_b
     kind.write(tmp_path / "kind.json")
     bans.hear([sign_word(key, run, states[2].digest, banned=True)])  # of its states, those on disk and the one before them
     store = StateStore(tmp_path / "state", keep=2, bans=bans, older=False)
-    archive = assistant.Archive(tmp_path / "settled", store, 0)
+    archive = Archive(tmp_path / "settled", store, 0)
     assert [path.stem[-12:] for path in archive._files()] == [state.digest[:12] for state in states[:2]]
     stored = assistant._stored_or_fetched(run, Parameters(), None, Members(run, bans), store, tmp_path / "kind.json", archive)
     _, (state,) = asyncio.run(stored)

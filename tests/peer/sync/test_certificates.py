@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from peer.contracts import CommittedRound, Member
-from peer.sync.engine.assistant import newest_state
 from peer.sync.engine.certificate import (
     MOST_SIGNERS,
     NOTHING,
@@ -24,6 +23,7 @@ from peer.sync.engine.certificate import (
     line_of,
     strongest,
 )
+from peer.sync.engine.first_state import newest_state
 from peer.sync.engine.net.messages import CERTIFICATE, BadMessage, Certified, read
 from peer.sync.engine.net.streams import MAX_MESSAGE_BYTES, Streams
 from peer.sync.engine.round import evidence
