@@ -194,9 +194,10 @@ def epochs_begun(path: Path) -> int | None:
 def _opened(path: Path, refused: Callable[[str, sqlite3.Error], UserError]) -> Iterator[sqlite3.Connection]:
     """The ledger, for a look that changes nothing. Raises what `refused` makes of an error of the database."""
     # A server that runs keeps a write-ahead log. Where there is none the file alone is all there is, and SQLite need not write one to read it.
+    path = path.resolve()  # SQLite keeps it beside the file itself, wherever a link is
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
-        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, isolation_level=None, timeout=5)) as db:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?{how}", uri=True, isolation_level=None, timeout=5)) as db:
             _add_missing_tables(db)
             yield db
     except sqlite3.DatabaseError as error:

@@ -77,7 +77,7 @@ class Reports:
             self._store.set_unlisted(reporter, known.digest)
         else:
             return News.NOTHING
-        if self.tree.heard_again(known):
+        if self.tree.heard_again(known, reporter):
             return News.REDRAWN
         return News.BACKED if another else News.NOTHING
 

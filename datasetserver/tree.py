@@ -123,8 +123,11 @@ class StateTree:
             self._count_from(*(self._states[digest] for digest in digests))
 
     def add_unlisted(self, state: State, reporter: str) -> bool:
-        """`reporter` has told us of `state` too, which has enough reporters; returns whether that is news: not when it told of a later round."""
-        if self._unlisted.get(reporter) == state.digest or self._newest.get(reporter, 0) > state.round:
+        """`reporter` has told us of `state` too, which has enough reporters; returns whether that is news.
+
+        Not of one that told of a later round; nor of one that no state lists, of which anybody may invent any number.
+        """
+        if self._unlisted.get(reporter) == state.digest or not 0 <= self._newest.get(reporter, -1) <= state.round:
             return False
         if before := self._unlisted.get(reporter):
             self._states[before].unlisted.remove(reporter)
@@ -132,10 +135,10 @@ class StateTree:
         state.unlisted.add(reporter)
         return True
 
-    def heard_again(self, state: State) -> bool:
-        """One more peer has told us of `state`; returns whether the head is another by that."""
+    def heard_again(self, state: State, reporter: str) -> bool:
+        """`reporter` has told us of `state`, too; returns whether the head is another by that."""
         before = self.head
-        self._hear(state)
+        self._newest[reporter] = max(state.round, self._newest.get(reporter, 0))
         if self._is_live(state):
             self._prefer(state)
         self._leave_what_all_have_left()

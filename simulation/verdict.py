@@ -80,7 +80,7 @@ class Verdict:
             ended = commit is not None and commit.samples >= world.run.total_samples
             if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
                 self.apart += 1
-            elif (not ended or commit.digest not in lineage) and not self._came_too_late(machine):
+            elif (not ended and not self._came_too_late(machine)) or (ended and commit.digest not in lineage):
                 checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
         if self.apart:
             return checks.ledger.whole(world.server.book)

@@ -56,8 +56,9 @@ class View:
         self.records, self.broken, self.clock = [], set(), Clock()
         self.met = Met(tmp_path / f"met-{random.random()}.json", "run")
         self.met.averaged(met)
-        self.evidence = _Shown()
-        self.heads = Heads(self.met, lambda: self.records, ours, self.broken.__contains__, self.clock, evidence=self.evidence)
+        self.evidence, self.starting_again = _Shown(), set()
+        more = {"evidence": self.evidence, "starting_again": lambda: self.starting_again}
+        self.heads = Heads(self.met, lambda: self.records, ours, self.broken.__contains__, self.clock, **more)
 
     def sees(self, *records: PeerRecord) -> "View":
         self.records = list(records)
@@ -450,6 +451,18 @@ def test_one_signer_is_enough_for_the_round_that_failed_only_here(view):
     assert ann.heads.refusal(Head.of(child), child.header) == ""
 
 
+def test_who_was_in_the_round_that_made_our_state_needs_a_second_signer_for_what_comes_after(view):
+    """Before, each member of our last four rounds could lead us to a state that it had made alone."""
+    *_, before, ours = lineage(3, by=("ann", "bob", "cy"))
+    *_, alone = lineage(1, after=ours, by=("bob",), samples=1)
+    ann = view(before, ["bob", "cy"]).sees(record("bob", alone), record("cy", ours))
+    ann.heads.averages_in(Group(before.digest, ours.header.members, ("ann", "bob", "cy")))
+    ann.heads.moved(ours)
+
+    assert ann.right() is None
+    assert ann.sees(record("bob", alone), record("cy", alone)).right() == alone.digest
+
+
 def test_what_pretends_to_be_our_round_is_refused_when_its_members_are_others(view):
     *_, ours, child = lineage(3, by=("ann", "bob", "cy"))
     *_, forged = lineage(1, after=ours, by=("ann", "bob", "cy"), samples=9)
@@ -576,6 +589,19 @@ def test_while_those_that_we_have_met_come_back_strangers_have_no_vote_in_their_
     forged = Head("f" * 64, 10**6, (ours.digest, *ours.header.parents[:7]))
 
     assert view(ours, ["bob"]).sees(record("bob", ours, phase=JOINING), record("stranger", forged)).right() is None
+
+
+def test_while_those_that_we_have_met_start_again_strangers_have_no_vote_either(view):
+    """Found by the simulator, seed 32000564: the server discarded what a wrong mean had made, and liars were there first."""
+    *_, ours = lineage(3)
+    forged = Head("f" * 64, 10**6, (ours.digest, *ours.header.parents[:7]))
+    ann = view(ours, ["bob"]).sees(record("liar", forged))
+    ann.starting_again = {"cy"}
+    assert ann.right() == forged.digest, "whom it has not met"
+    ann.starting_again = {"bob"}
+    assert ann.right() is None and not ann.heads.is_right(forged)
+    ann.starting_again = set()
+    assert ann.right() == forged.digest
 
 
 def test_after_a_power_cut_what_one_has_saved_is_taken_by_all(view):

@@ -136,6 +136,18 @@ def test_who_reads_no_news_gives_out_the_list_that_it_gave_out_before(known):
     assert others_after(RECORD_LIFE_SECONDS - 1) is renewed and [record.peer_id for record in others_after(2.0)] == ["them"]
 
 
+def test_who_stands_on_what_the_host_discarded_is_none_of_the_others_and_is_known_to_start_again(known):
+    neighbours, _ = known
+    before = {record.peer_id for record in neighbours.others()}
+    assert before and not neighbours.starting_again
+    neighbours.members.bans.discards = lambda digest, parents: True
+    asyncio.run(neighbours.read())
+    assert not neighbours.others() and neighbours.starting_again == before
+    del neighbours.members.bans.discards
+    asyncio.run(neighbours.read())
+    assert {record.peer_id for record in neighbours.others()} == before and not neighbours.starting_again
+
+
 def only_ourselves(neighbours: Neighbours, clock: Clock) -> None:
     """The others' records are gone, and ours comes back."""
 

@@ -57,6 +57,8 @@ class Neighbours:
         self._said: dict[float, None] = {}
         self._not_ours: float | None = None
         self._unread_since: float | None = None
+        self.starting_again: frozenset[str] = frozenset()
+        """Live peers that stand on what the host has discarded: they start again, and are none of `others` before."""
         self.doubled = False
         """Whether records appear under our identity that we did not publish: another peer has it, on another machine."""
         self._swarm_clock, self._read_before = SwarmClock(), False
@@ -82,7 +84,10 @@ class Neighbours:
                 self.members.bans.hear(record.bans, rumoured=True)
             self.members.hear(peer, record.membership)
         self._seen = {peer: entry for peer, entry in self._seen.items() if peer in found or now - entry[1] < RECORD_LIFE_SECONDS}
-        if (live := self._of_this_run()) != self._live:  # who has no news keeps the list that it gave out: others keep what they made of it
+        of_this_run = self._of_this_run()
+        live = [record for record in of_this_run if not self.members.bans.discards(record.digest, record.parents)]
+        self.starting_again = frozenset([record.peer_id for record in of_this_run]) - {record.peer_id for record in live}
+        if live != self._live:  # who has no news keeps the list that it gave out: others keep what they made of it
             self._live, self._others = live, [record for record in live if record.schema == self._schema]
             self._peers = frozenset([record.peer_id for record in self._others])
         self._absences = {peer: entry for peer, entry in self._absences.items() if now - entry[1] < _FORGOTTEN_SECONDS}
@@ -174,7 +179,6 @@ class Neighbours:
             if peer != self._node.peer_id
             and record.config == self._run.digest
             and not self.members.refusal(peer)
-            and not self.members.bans.discards(record.digest, record.parents)
             and record.phase != LEAVING
             and record.waiting_samples <= 2 * self._run.target_batch_size
         ]

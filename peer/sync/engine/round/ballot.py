@@ -85,7 +85,7 @@ class Ballot:
         if len(signers) > len(others):
             return True
         # A newcomer beside one that committed and one that still averages, however long: no third word would ever come.
-        if len(signers) == len(others) and not any(claim.stays or self.lineage.descends(claim.head, self.ours) for claim in others):
+        if signers and len(signers) == len(others) and not any(claim.stays or self.lineage.descends(claim.head, self.ours) for claim in others):
             return True
         # Whoever begins must begin somewhere, also while the others are of several minds; so must who was left behind by all of them.
         return (self.from_base or self.left_behind) and head == min(self._candidates(), key=self._rank, default=None)

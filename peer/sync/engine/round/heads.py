@@ -42,9 +42,11 @@ class Heads:
         *,
         leads: bool = True,
         evidence: Evidence | None = None,
+        starting_again: Callable[[], Collection[str]] = frozenset,
     ):
-        """evidence: what those whom we have not met can show; None: nothing is asked of them."""
-        self._evidence = evidence
+        """evidence: what those whom we have not met can show; None: nothing is asked of them. starting_again: peers that are none of the
+        others now, and will be within seconds."""
+        self._evidence, self._starting_again = evidence, starting_again
         self._met, self._others, self._broken, self._clock, self._leads = met, others, broken, clock, leads
         self._claims = Claims(others, clock)
         self._let_go: dict[str, deque[str]] = {}
@@ -71,6 +73,9 @@ class Heads:
                 if self._ours.digest in digests:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
+        made = {each.parent: each.members for each in state.header.ancestors} | dict.fromkeys(state.header.parents[:1], state.header.members)
+        # What came of these is ours, and who was in them is no more believed than others.
+        self._groups = deque([group for group in self._groups if made.get(group.parent) != group.members], _GROUPS_KEPT)
         self._lineage.stand(self._ours, state.header)
         self._included = state.header.included
         self._with_us = (), 0.0
@@ -165,6 +170,8 @@ class Heads:
         counted, certified, elsewhere = self._still_on_the_branch(met), False, False
         if sure := self._on_the_branch(claims):
             met, counted, certified, elsewhere = [], sure, True, True
+        elif not met and not leaderless and any(peer in self._met for peer in self._starting_again()):
+            counted = []  # a wrong mean is found late, and those who lie may be back before all others
         elif not met:
             counted, certified, elsewhere = self._judged(claims, leaderless)
         voters = [claim for claim in counted if claim.votes] or counted

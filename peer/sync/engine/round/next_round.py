@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from peer.sync.engine.cell import Cell
@@ -20,15 +19,13 @@ _ADDED_UP_SECONDS = 0.01
 
 
 class _AddedUp(NamedTuple):
-    """What those of `others` that count promise onto `state`: how many samples when that was `at` seconds old, and how many more in a second.
-    began_early: whether one of the last rounds was averaged with less than half of its samples."""
+    """What those of `others` that count promise onto `state`: how many samples when that was `at` seconds old, and how many more in a second."""
 
     state: State | None
     others: Sequence[PeerRecord]
     at: float
     promised: int
     rate: float
-    began_early: bool
 
 
 class NextRound:
@@ -43,19 +40,11 @@ class NextRound:
         self._run, self._end, self._neighbours, self._state, self._wall = run, end, neighbours, state, wall
         self._called: dict[str, tuple[str, int]] = {}
         """Who said, since the last attempt, that they are ready to average, onto which state, and how often ours had changed then."""
-        self._added_up = _AddedUp(None, (), 0.0, 0, 0.0, False)
+        self._added_up = _AddedUp(None, (), 0.0, 0, 0.0)
 
     def call(self, peer: str, digest: str) -> None:
         """`peer` is ready to average onto the state `digest`."""
         self._called[peer] = digest, self._state.changes
-
-    def is_too_early(self, progress: Progress) -> bool:
-        """Whether nobody may call us yet: half of the samples are not here, and one of the last rounds has begun like that.
-
-        Else one that calls after each step would make every round as small as a step. By no count of who called how often: who is called
-        calls all the others, so the first whom they hear may be another one's victim.
-        """
-        return self._look().began_early and 2 * self._missing(progress) > self._needed
 
     def _callers(self) -> dict[str, str]:
         """Peer -> the state it averages onto. Who called before our state was this one, and onto another, has moved on as well."""
@@ -82,31 +71,27 @@ class NextRound:
 
     def seconds_until_full(self, progress: Progress) -> float:
         """As far as the others' promises tell; inf while they promise nothing."""
-        missing, rate = self._missing(progress), self._look().rate
+        missing, rate = self._missing(progress), self._promises()[1]
         return max(missing, 0) / rate if rate else math.inf
 
     def _missing(self, progress: Progress) -> float:
         """Samples until the round is full."""
-        needed, promised = self._needed, self._look().promised
+        needed = span.round_samples(self._run, self._end, self._state.value.header)
+        promised, _ = self._promises()
         is_last = needed < self._run.target_batch_size  # falling short of that by a few samples would take one more round
         half_a_step = progress.samples_per_second * progress.step_seconds / 2 if promised and not is_last else 0
         return needed - progress.waiting - promised - half_a_step
 
-    @property
-    def _needed(self) -> int:
-        return span.round_samples(self._run, self._end, self._state.value.header)
-
-    def _look(self) -> _AddedUp:
+    def _promises(self) -> tuple[int, float]:
+        """Samples that the others have for the next round, and how many more they make in a second."""
         ours, others, age = self._state.value, self._neighbours.others(), self._state.age_seconds
         if ours is not self._added_up.state or others is not self._added_up.others or age - self._added_up.at > _ADDED_UP_SECONDS:
             now, made, here = self._wall(), _makers(ours), (ours.digest, *ours.header.parents[:1])
             counted = self._neighbours.counted_upon()
-            promises = {record.peer_id: self._promised(record, now, made) for record in counted}
-            if early := span.began_early(self._run, self._end, ours.header):
-                promises = _believed(promises, ours)
+            promised = sum([self._promised(record, now, made) for record in counted])
             rate = sum([record.samples_per_second for record in counted if record.digest in here])
-            self._added_up = _AddedUp(ours, others, age, sum(promises.values()), rate, early)
-        return self._added_up
+            self._added_up = _AddedUp(ours, others, age, promised, rate)
+        return self._added_up.promised, self._added_up.rate
 
     def promised(self, record: PeerRecord) -> int:
         """Samples that its owner has for the next round, at the speed that it last had.
@@ -132,12 +117,3 @@ class NextRound:
 
 def _makers(state: State) -> set[str]:
     return {member.peer for member in state.header.members}
-
-
-def _believed(promises: Mapping[str, int], state: State) -> dict[str, int]:
-    """Of each no more than twice what it has brought to one of the last rounds: where one has begun early, its samples may have been made up."""
-    header, brought = state.header, Counter()
-    for members in (header.members, *(each.members for each in header.ancestors)):
-        for member in members:
-            brought[member.peer] = max(brought[member.peer], member.samples)
-    return {peer: min(promised, 2 * brought[peer]) for peer, promised in promises.items()}

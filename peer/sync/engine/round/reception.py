@@ -50,14 +50,14 @@ class Reception:
         trainer = self._trainer
         silent, has_it = trainer.silent_seconds, self._assists or trainer.contribution is not None
         away = self._phase.value in (Phase.JOIN, Phase.FETCH, Phase.LEFT) or span.is_over(self._end, self._state.value.header)
-        has_samples = self._knows(caller) and not (away or self._is_too_early(caller)) and (has_it or trainer.progress.brings_samples(silent))
+        has_samples = self._knows(caller) and not away and (has_it or trainer.progress.brings_samples(silent))
         return has_samples, 0.0 if has_it else max(trainer.progress.step_seconds - silent, 0.0)
 
     def heard(self, peer: str, head: Head, ready: bool) -> bool:
         """`peer` stands at `head`, and is ready to average onto it or not. Returns whether we should rather fetch that."""
         if not self._knows(peer):
             return False
-        if ready and not self._is_too_early(peer):  # and then it may not go on without us either
+        if ready:
             self._next_round.call(peer, head.digest)
             self._let_go(peer, head.digest)
         self._heads.heard(peer, head)
@@ -68,12 +68,6 @@ class Reception:
 
     def _knows(self, peer: str) -> bool:
         return peer == self._peer_id or self._neighbours.knows(peer)
-
-    def _is_too_early(self, caller: str) -> bool:
-        """Whether `caller` can wait: we train, and the round is not due by far."""
-        trainer = self._trainer
-        trains = not (self._assists or trainer.goes or trainer.contribution is not None)
-        return trains and caller != self._peer_id and self._next_round.is_too_early(trainer.progress)
 
     def _let_go(self, peer: str, digest: str) -> None:
         """`peer` averages onto the state `digest`: without us, if we are not there, have nothing, or need longer than it has patience for."""
