@@ -55,7 +55,7 @@ def test_units_start_our_programs_with_flags_that_they_take(name, tmp_path):
         start = start.replace(f'"${variable}"', value).replace(f"${{{variable}}}", value).replace(f"${variable}", value)
     words = shlex.split(start)
     if words[:2] == ["/bin/sh", "-c"]:
-        words = shlex.split(words[2].partition(" exec ")[2])
+        words = shlex.split(words[2].partition("exec ")[2])
     assert words[0] == f"/opt/distributed-diffusion/.venv/bin/{name}"
     check_command([name, *words[1:]], tmp_path)
 

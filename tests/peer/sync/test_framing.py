@@ -16,6 +16,7 @@ from peer.sync.engine.round.averaging import Averager
 from peer.sync.engine.round.equivocation import Equivocation, _Kept
 from peer.sync.engine.round.groups import Group, Standing, Ticket, group_of
 from peer.sync.engine.round.share_seals import ShareSeals
+from peer.sync.engine.round.telling import Telling
 from peer.sync.engine.state import MOST_MEMBERS, Head
 from swarm.proofs import MOST_PROOFS, Proof, Proofs
 from swarm.signing import HostKey
@@ -136,7 +137,7 @@ def parted(opens):
 
     other = SimpleNamespace(peer_id="other", digest="theirs", parents=("p",))
     swaps = Equivocation(Streams(), Proofs(make_run()), lambda: [other], clock=lambda: 1.0)
-    swaps._swapped = 1.0
+    swaps._telling._swapped = 1.0
     swaps._kept.append(_Kept("g", "p", "ours", frozenset({"me", "other"}), {}))
     return swaps
 
@@ -172,14 +173,16 @@ def test_a_peer_whose_stream_broke_is_asked_again_and_three_times_at_most(virtua
 
 def test_one_that_says_nothing_holds_up_nobody_who_is_told_of_a_proof(virtual):
     async def scenario(nodes):
-        swaps, other_is_told = Equivocation(None, None, list), asyncio.Event()
+        other_is_told = asyncio.Event()
 
-        async def swap(peer, kept=None):
+        async def swap(peer):
             if peer == "silent":
                 return await other_is_told.wait()
             other_is_told.set()
 
-        swaps._swap, swaps._to_tell = swap, ["silent", "other"]
-        await asyncio.wait_for(swaps.look(), SECONDS)
+        telling = Telling(lambda: [SimpleNamespace(peer_id=peer) for peer in ("silent", "other")], swap)
+        telling.all()
+        await asyncio.wait_for(telling.look(), SECONDS)
+        assert other_is_told.is_set()
 
     virtual(scenario)
