@@ -125,7 +125,7 @@ class StateTree:
     def add_unlisted(self, state: State, reporter: str) -> bool:
         """`reporter` has told us of `state` too, which has enough reporters; returns whether that is news.
 
-        Not of one that told of a later round; nor of one that no state lists, of which anybody may invent any number.
+        It is none of one that told of a later round. Nor of one that no state lists: anybody may invent any number of these.
         """
         if self._unlisted.get(reporter) == state.digest or not 0 <= self._newest.get(reporter, -1) <= state.round:
             return False

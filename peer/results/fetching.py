@@ -13,7 +13,7 @@ from peer.launch.joining import Joined
 from peer.launch.membership import visitor
 from peer.launch.resolving import resolve_run
 from peer.rooms import load_part
-from peer.sync.engine.first_state import newest_state
+from peer.sync.engine.first_state import FirstState
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.dht import SwarmNode
 from swarm.errors import UserError
@@ -73,7 +73,7 @@ async def _fetch(joined: Joined, token: str, named: Collection[str], folder: Pat
         strategy, known = load_part("sync", run.sync).strategy(run), (joined.last_known or {}).get("digest", "")
         members = await asyncio.to_thread(visitor, joined, identity, token)
         node.admit(members)
-        state = await newest_state(run, strategy, node, members, seconds, named, known)
+        state = await FirstState(run, strategy, node, members, named=named, known=known).within(seconds)
     finally:
         await node.close()
     log.info("fetched round=%d samples=%d state=%s", state.header.round, state.header.samples, state.digest[:8])

@@ -32,31 +32,6 @@ LOOK_SECONDS = 2.0
 _TOLD_EVERY_SECONDS = 60.0
 
 
-async def newest_state(
-    run: RunConfig,
-    strategy: Strategy,
-    node: SwarmNode,
-    members: Members,
-    seconds: float,
-    named: Collection[str] = (),
-    known: str = "",
-) -> State:
-    """The best state of a run, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time. named, known: see `FirstState`."""
-    waiting = f"nobody who holds the state is here yet; waiting up to {seconds:.0f} s in all (--wait_seconds)"
-    finding = asyncio.create_task(FirstState(run, strategy, node, members, named=named, known=known).found(waiting))
-    try:
-        await asyncio.wait({finding}, timeout=seconds)
-        if finding.done():
-            return finding.result()[1]
-    finally:
-        await end_tasks(finding)
-    raise UserError(
-        f"Nobody gave a state of the run '{run.run_name}' within {seconds:.0f} s.",
-        fix="Try again while a peer trains or assists; a folder that one kept works without them (--state FOLDER).",
-        code=ExitCode.NETWORK,
-    )
-
-
 class FirstState:
     """named: peers whose word this user takes, before that of however many others; known: digest of the state that the server knows;
     discarded: what the host has discarded; buffers: make the memory of the state."""
@@ -95,6 +70,22 @@ class FirstState:
                 told = clock()
                 log.info("%s", waiting)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def within(self, seconds: float) -> State:
+        """The same, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time."""
+        waiting = f"nobody who holds the state is here yet; waiting up to {seconds:.0f} s in all (--wait_seconds)"
+        finding = asyncio.create_task(self.found(waiting))
+        try:
+            await asyncio.wait({finding}, timeout=seconds)
+            if finding.done():
+                return finding.result()[1]
+        finally:
+            await end_tasks(finding)
+        raise UserError(
+            f"Nobody gave a state of the run '{self._run.run_name}' within {seconds:.0f} s.",
+            fix="Try again while a peer trains or assists; a folder that one kept works without them (--state FOLDER).",
+            code=ExitCode.NETWORK,
+        )
 
     async def _records(self) -> list[PeerRecord]:
         try:

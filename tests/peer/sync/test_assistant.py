@@ -13,7 +13,7 @@ from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant, first_state
 from peer.sync.engine.assistant import assist
 from peer.sync.engine.cell import Phase
-from peer.sync.engine.first_state import FirstState, _choices, newest_state
+from peer.sync.engine.first_state import FirstState, _choices
 from peer.sync.engine.net import neighbours
 from peer.sync.engine.net.messages import BadMessage
 from peer.sync.engine.round.groups import rank
@@ -420,7 +420,7 @@ def test_whoever_gives_no_state_in_time_is_not_waited_for_and_how_long_is_said_a
     async def scenario(nodes):
         node = await nodes.node()
         with pytest.raises(UserError, match="Nobody gave a state"):
-            await newest_state(make_run(), Parameters(), node, Members(make_run()), 3)
+            await FirstState(make_run(), Parameters(), node, Members(make_run())).within(3)
         assert "nobody who holds the state is here yet; waiting up to 3 s in all (--wait_seconds)" in caplog.text
         assert "the first peer that trains" not in caplog.text
 

@@ -23,7 +23,7 @@ from peer.sync.engine.certificate import (
     line_of,
     strongest,
 )
-from peer.sync.engine.first_state import newest_state
+from peer.sync.engine.first_state import FirstState
 from peer.sync.engine.net.messages import CERTIFICATE, BadMessage, Certified, read
 from peer.sync.engine.net.streams import MAX_MESSAGE_BYTES, Streams
 from peer.sync.engine.round import evidence
@@ -510,7 +510,7 @@ def test_a_newcomer_takes_what_is_certified_though_most_who_are_live_sign_anothe
 
         visitor = await nodes.node()
         members = Members(run, own=sign_membership(key, run, visitor.peer_id, nodes.wall), wall=nodes.wall)
-        taken = await newest_state(run, Parameters(), visitor, members, 60)
+        taken = await FirstState(run, Parameters(), visitor, members).within(60)
         assert taken.digest != forged.digest and taken.header.included.keys() >= {peer.id for peer in couple}
 
     virtual(scenario)

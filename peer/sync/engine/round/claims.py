@@ -59,7 +59,7 @@ class Claims:
         for record in others:
             kept = self._told.get(record.peer_id)
             if kept is None or kept[0] is not record:
-                kept = record, claim_of(record)
+                kept = record, _claim_of(record)
             told[record.peer_id], claim = kept, kept[1]
             heard = self._heard.get(record.peer_id)
             if heard is not None and heard[0].samples > claim.head.samples:
@@ -74,7 +74,7 @@ class Claims:
         return min([since + RENEW_SECONDS for _, since in self._heard.values() if now - since < RENEW_SECONDS], default=math.inf)
 
 
-def claim_of(record: PeerRecord) -> Claim:
+def _claim_of(record: PeerRecord) -> Claim:
     phase = record.phase
     return Claim(record.peer_id, head_of(record), phase != JOINING, record.backers, not record.client_mode, phase != AVERAGING)
 

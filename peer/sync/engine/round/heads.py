@@ -73,9 +73,9 @@ class Heads:
                 if self._ours.digest in digests:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
-        made = {each.parent: each.members for each in state.header.ancestors} | dict.fromkeys(state.header.parents[:1], state.header.members)
         # What came of these is ours, and who was in them is no more believed than others.
-        self._groups = deque([group for group in self._groups if made.get(group.parent) != group.members], _GROUPS_KEPT)
+        came_of = self._groups_in(state.header)
+        self._groups = deque([group for group in self._groups if group not in came_of], _GROUPS_KEPT)
         self._lineage.stand(self._ours, state.header)
         self._included = state.header.included
         self._with_us = (), 0.0
@@ -253,7 +253,7 @@ class Heads:
         """Why what was fetched as `head` is not to be taken over; empty: nothing is against it."""
         if header.samples != head.samples or (head.parents and header.parents != head.parents):
             return "its samples or ancestors are not those that its signers promised"
-        if head.digest not in self._as_ours or self._our_group_in(header):
+        if head.digest not in self._as_ours or self._groups_in(header):
             return ""
         if self._ballot(self._went_on_without_us).is_right(head):
             return ""
@@ -261,10 +261,10 @@ class Heads:
         self._not_ours.append(head.digest)
         return "it is not what came of the round that we took part in"
 
-    def _our_group_in(self, header: Header) -> bool:
-        """Whether one of our groups made this state, or one of its ancestors."""
-        made = {committed_round.parent: committed_round.members for committed_round in header.ancestors} | {header.parents[0]: header.members}
-        return any(made.get(group.parent) == group.members for group in self._groups)
+    def _groups_in(self, header: Header) -> list[Group]:
+        """Those of our groups that made this state, or one of its ancestors."""
+        made = {each.parent: each.members for each in header.ancestors} | dict.fromkeys(header.parents[:1], header.members)
+        return [group for group in self._groups if made.get(group.parent) == group.members]
 
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
         """Whether one peer that we have met may have made `head` without a second one: after it called us in vain, or with us."""
