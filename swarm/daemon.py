@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from hivemind.p2p import P2P
-from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 
 from swarm import sockets
 from swarm.lifeline import die_with_parent
@@ -24,15 +24,13 @@ _spawn = asyncio.subprocess.create_subprocess_exec
 _starting = 0
 
 
-async def _answered(self: ControlClient, *question: Any, answer: Any = ControlClient._handle_persistent_request) -> None:
-    """hivemind remembers a question until it is answered, and for ever one that was cancelled or whose answer is too large: 4 MB each."""
-    try:
-        await answer(self, *question)
-    finally:
-        self._handler_tasks.pop(question[0], None)
+class _Questions(dict[UUID, asyncio.Task]):
+    """Those that are being answered. hivemind forgets none that was cancelled or whose answer is too large, 4 MB each; here each goes with
+    its task, also with one that was cancelled before it began."""
 
-
-ControlClient._handle_persistent_request = _answered
+    def __setitem__(self, call: UUID, task: asyncio.Task) -> None:
+        super().__setitem__(call, task)
+        task.add_done_callback(lambda _: self.pop(call, None))
 
 
 class Daemon:
@@ -41,6 +39,7 @@ class Daemon:
     def __init__(self, p2p: P2P, folder: Path):
         self.p2p, self._folder = p2p, folder
         self._connections = _connections(p2p)
+        p2p._client.control._handler_tasks = _Questions()
 
     @classmethod
     async def start(cls, **options: Any) -> "Daemon":

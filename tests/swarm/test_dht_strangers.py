@@ -12,6 +12,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
+from hivemind.proto.p2pd_pb2 import CallUnaryRequest, Cancel, PersistentConnectionResponse
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm import dht_direct
@@ -133,6 +134,15 @@ def test_a_question_whose_answer_does_not_come_is_forgotten(nodes):
 
         await victim.p2p._client.add_unary_handler("large", large)
         await victim.p2p._client.add_unary_handler("late", late)
+
+        read_at_once = asyncio.StreamReader()  # a question and its end, so that the answer never begins
+        for field in ({"requestHandling": CallUnaryRequest(peer=peer.to_bytes(), proto="late", data=b"?")}, {"cancel": Cancel()}):
+            message = PersistentConnectionResponse(callId=b"0123456789abcdef", **field).SerializeToString()
+            read_at_once.feed_data(bytes([len(message)]) + message)
+        read_at_once.feed_eof()
+        await control._read_from_persistent_conn(read_at_once)
+        assert control._handler_tasks
+
         questions = [asyncio.create_task(stranger.p2p._client.call_unary_handler(peer, name, b"?")) for name in ("large", "late")]
         await asked.wait()
         for question in questions:
