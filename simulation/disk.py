@@ -142,10 +142,10 @@ class Disk:
             if kept is not None:
                 names[path] = kept
         for inode in names.values():
-            if inode.synced != inode.data:
-                whole = inode.synced if inode.synced is not None and self._rng.random() < 0.5 else inode.data
-                torn = whole if whole is inode.synced else whole[: self._rng.randrange(len(whole) + 1)]
-                inode.data = inode.synced = torn
+            if inode.synced != inode.data:  # there is more, and some of that is there
+                flushed = len(inode.synced or b"")
+                kept = flushed if inode.synced is not None and self._rng.random() < 0.5 else self._rng.randint(flushed, len(inode.data))
+                inode.data = inode.synced = inode.data[:kept]
         self.names, self._durable = names, dict(names)
 
 
@@ -314,7 +314,10 @@ def _(path: SimPath) -> None:
 
 @files.flush.register
 def _(path: SimPath) -> None:
-    path.disk.sync_folder(str(path))
+    if path.exists():  # only files have names here
+        path.disk.sync(path.disk.existing(str(path)))
+    else:
+        path.disk.sync_folder(str(path))
 
 
 @files.create.register

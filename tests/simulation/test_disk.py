@@ -107,3 +107,19 @@ def test_what_is_added_to_a_file_is_told_also_where_there_is_no_room_for_it():
     with pytest.raises(OSError, match="No space"), (disk.root() / "rounds.jsonl").open("a") as file:
         file.write("line\n")
     assert told == [("/rounds.jsonl", b"line\n")]
+
+
+def test_of_lines_added_to_a_file_a_power_cut_takes_none_that_was_flushed():
+    found = set()
+    for seed in range(100):
+        disk = Disk(random.Random(seed))
+        path = disk.root() / "rounds.jsonl"
+        for line in ("one\n", "two\n"):
+            with path.open("a") as file:
+                file.write(line)
+            if line == "one\n":
+                files.flush(path)
+                files.flush(path.parent)
+        disk.crash(power=True)
+        found.add(path.read_bytes())
+    assert found == {b"one\n" + b"two\n"[:kept] for kept in range(5)}

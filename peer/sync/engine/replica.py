@@ -44,7 +44,7 @@ from peer.sync.engine.round.past_rounds import Past
 from peer.sync.engine.round.plausible import Plausible
 from peer.sync.engine.round.reception import Reception
 from peer.sync.engine.round.rounds import OuterStep, Round, Rounds
-from peer.sync.engine.round.rounds_file import read_rounds, write_round
+from peer.sync.engine.round.rounds_file import flush_rounds, read_rounds, write_round
 from peer.sync.engine.round.share_seals import ShareSeals
 from peer.sync.engine.round.status import Status
 from peer.sync.engine.round.telling import forever
@@ -156,12 +156,14 @@ class Replica:
         forsaken = store.forsaken or bool(store.discarded.names)
         self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
         # What is kept of our states, what is handed out, and what others see of us.
-        self._finality = Finality(state)
         self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)
+        self._finality = Finality(state, self._past.earlier())
         self._donor = Donor(
             streams, lambda: self.state.value, store, self._means, lambda: self.phase.value is Phase.AVERAGE, clock, met=self.met
         )
-        self._saver = Saver(store, state, self.bell.ring, self._fail, self._may_save, clock, node.peer_id)
+        self._saver = Saver(
+            store, state, self.bell.ring, self._fail, self._may_save, clock, node.peer_id, before=lambda: flush_rounds(rounds_path)
+        )
         self.status = Status(
             run, node, self.neighbours, self.end, self.members, self.state, self.phase, self.trainer, self.heads, self._catch_up,
             assists=assists, name=name, hardware=hardware, server_url=server_url, wall=wall, seal=lambda: self.certificates.seal,
@@ -476,7 +478,7 @@ class Replica:
         self.heads.moved(state, fetched=how == "fetched")
         self.certificates.moved(state)
         self._wrong_states.moved(state)
-        self._finality.moved(previous, state)
+        self._finality.moved(state)
         self._past.moved(state)
         self._donor.retire(previous)
         self.rounds.matchmaker.moved()

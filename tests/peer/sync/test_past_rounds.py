@@ -55,6 +55,13 @@ def test_who_fetches_a_state_learns_of_all_rounds_that_its_holder_knows_without_
     virtual(scenario)
 
 
+@pytest.mark.parametrize(("known", "earlier"), [(range(1, 41), range(1, 32)), (range(20, 41), range(20, 32)), ([*range(1, 25), *range(26, 41)], range(26, 32))])
+def test_who_comes_back_finds_on_its_disk_the_rounds_before_those_that_its_header_names(known, earlier):
+    """It was cut off and lost power before they were final: only its own file says what is in them."""
+    past = Past(None, Cell(states()[-1], Bell(), lambda: 0.0), list, print, [committed(states()[number]) for number in known], lambda: 0.0)
+    assert [each.round for each in past.earlier()] == [*earlier]
+
+
 def test_rounds_that_lead_in_a_circle_come_to_an_end():
     """A liar named one of our rounds as the parent of one long before it: the walk back never ended, and with it the process."""
     known = [committed(state) for state in states()[1:]]

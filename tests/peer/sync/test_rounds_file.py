@@ -1,11 +1,20 @@
 """rounds.jsonl: a run of years does not fill the disk with it."""
 
 import json
+import random
 from types import SimpleNamespace
+
+import pytest
 
 from peer.contracts import CommittedRound, Member
 from peer.sync.engine.round import rounds_file
-from peer.sync.engine.round.rounds_file import EARLIER, read_rounds, write_round
+from peer.sync.engine.round.rounds_file import EARLIER, flush_rounds, read_rounds, write_round
+from simulation.disk import Disk
+
+
+@pytest.fixture(params=range(20))
+def disk(request):
+    return Disk(random.Random(request.param))
 
 
 def state(number):
@@ -24,6 +33,17 @@ def test_a_long_file_is_set_aside_once_and_a_new_one_begun(tmp_path, monkeypatch
         write_round(path, state(number), "averaged", 2, "one", 1.7e9)
     assert rounds_in(tmp_path / EARLIER) == [3, 4, 5] and rounds_in(path) == [6, 7], "the newest are there without a gap"
     assert {each.name for each in tmp_path.iterdir()} == {path.name, EARLIER}
+
+
+def test_of_the_rounds_before_a_saved_state_a_power_cut_takes_none(disk):
+    path = disk.root() / "rounds.jsonl"
+    for number in (1, 2):
+        write_round(path, state(number), "solo", 1, "one", 1.7e9)
+    flush_rounds(path)
+    write_round(path, state(3), "solo", 1, "one", 1.7e9)
+    disk.crash(power=True)
+    assert [json.loads(line)["round"] for line in path.read_bytes().splitlines()[:2]] == [1, 2]
+    flush_rounds(disk.root() / "nothing.jsonl")
 
 
 def test_a_peer_that_comes_back_reads_the_last_rounds_that_it_wrote_whole(tmp_path, monkeypatch):

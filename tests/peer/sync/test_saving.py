@@ -143,6 +143,18 @@ def test_a_state_is_not_written_before_its_time_and_then_the_newest_one(tmp_path
     asyncio.run(scenario())
 
 
+def test_what_lasts_no_longer_than_a_state_is_made_durable_before_it(tmp_path):
+    store, state = StateStore(tmp_path), a_state()
+
+    async def scenario():
+        found = []
+        saver = Saver(store, state_of(torch.zeros(10)), lambda: None, print, before=lambda: found.extend(tmp_path.glob("*.state")))
+        await saver.save(state)
+        assert not found and list(tmp_path.glob("*.state"))
+
+    asyncio.run(scenario())
+
+
 def test_a_state_that_the_disk_refused_is_tried_again_when_wanted_again(tmp_path):
     async def scenario():
         folder, errors = tmp_path / "state", []

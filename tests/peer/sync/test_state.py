@@ -326,8 +326,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
 def test_a_safe_state_makes_its_ancestors_final_each_once_and_oldest_first():
     states = lineage(5)
     finality = Finality(states[0])
-    for before, state in itertools.pairwise(states):
-        finality.moved(before, state)
+    for state in states[1:]:
+        finality.moved(state)
     assert [s.round for s in finality.take({states[3].digest})] == [1, 2, 3]
     assert finality.take({states[3].digest}) == []
     assert [s.round for s in finality.take({states[5].digest})] == [4, 5]
@@ -359,15 +359,31 @@ def test_a_branch_that_lost_is_never_final():
     states = lineage(2)
     other = next_state(states[1], [states[1].vectors(10)], [Member("c", 1, 50)])
     finality = Finality(states[2])
-    finality.moved(states[2], other)
+    finality.moved(other)
     assert [s.digest for s in finality.take({states[2].digest, other.digest})] == [states[1].digest, other.digest]
+
+
+def test_what_we_made_alone_waits_until_it_is_final_however_far_ahead_the_state_is_that_we_fetch():
+    """Only we know what is in it: whoever went on from it names the last eight rounds."""
+    states = lineage(30)
+    finality = Finality(states[1])
+    finality.moved(states[2])
+    finality.moved(states[30])
+    assert [s.round for s in finality.take({states[30].digest})] == [1, 2, *range(22, 31)]
+
+
+def test_after_a_power_cut_the_rounds_before_those_that_the_header_names_are_told_as_well():
+    states = lineage(12)
+    earlier = [state.header.committed_round(state.digest) for state in states[1:4]]
+    finality = Finality(states[12], earlier)
+    assert [s.round for s in finality.take({states[12].digest})] == [*range(1, 13)]
 
 
 @given(st.integers(1, 8), st.integers(0, 8))
 def test_whoever_joins_late_can_report_what_happened_before(rounds, known):
     states = lineage(rounds)
     finality = Finality(states[0])
-    finality.moved(states[0], states[-1])
+    finality.moved(states[-1])
     reported = finality.take({states[-1].digest})
     assert sum(m.samples for s in reported for m in s.members) == states[-1].header.samples
 

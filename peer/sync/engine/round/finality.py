@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from peer.contracts import CommittedRound
-from peer.sync.engine.state import State
+from peer.sync.engine.state import ELDER_CHARACTERS, State
 from swarm.records import PeerRecord
 
 FINAL_SECONDS = 120.0
@@ -27,16 +27,18 @@ def safe(
 class Finality:
     """The states of our lineage that nobody was told of yet, oldest first.
 
-    A state read from disk, or fetched, may never have been reported by those who made it; reporting twice does no harm.
+    A state read from disk, or fetched, may never have been reported by those who made it; reporting twice does no harm. earlier: the rounds
+    before those that the header of `state` names, oldest first.
     """
 
-    def __init__(self, state: State):
-        self.waiting = _committed_rounds(state)
+    def __init__(self, state: State, earlier: Iterable[CommittedRound] = ()):
+        self.waiting = [*earlier, *_committed_rounds(state)]
         self._told: deque[str] = deque(maxlen=64)
 
-    def moved(self, before: State, state: State) -> None:
-        """Our state was `before` and is `state`; what is not an ancestor of it any more is forgotten."""
-        kept = self.waiting if before.digest in state.header.parents else []
+    def moved(self, state: State) -> None:
+        """Our state is `state`; what is not an ancestor of it is forgotten."""
+        line = {digest[:ELDER_CHARACTERS] for digest in (state.digest, *state.header.past())}
+        kept = [committed_round for committed_round in self.waiting if committed_round.digest[:ELDER_CHARACTERS] in line]
         known = {*self._told, *(committed_round.digest for committed_round in kept)}
         self.waiting = kept + [committed_round for committed_round in _committed_rounds(state) if committed_round.digest not in known]
 

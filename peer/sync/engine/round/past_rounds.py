@@ -18,6 +18,8 @@ from peer.sync.engine.state import ANCESTORS_KEPT, ELDER_CHARACTERS, ELDERS_KEPT
 PAST = "distributed-diffusion.past.1"
 _KEPT = 2 * (ANCESTORS_KEPT + ELDERS_KEPT)
 """Rounds; some are of branches that lost."""
+_MOST_EARLIER = 48
+"""With those that a header names fewer than the 64 final rounds that the trainer remembers."""
 _MOST_MEMBERS = 4 * MOST_MEMBERS
 """Of the rounds in one answer, for which a message has room."""
 _SECONDS = 10.0
@@ -67,6 +69,14 @@ class Past:
         while (each := self._known.get(digest)) is not None and (newer is None or each.round == newer.round - 1):
             yield each
             newer, digest = each, each.parent
+
+    def earlier(self) -> list[CommittedRound]:
+        """The last rounds before those that our header names, as far as our disk knows them, oldest first.
+
+        A peer that was cut off made eleven rounds alone, and lost power before they were final: its header names eight.
+        """
+        before = self._from(self._oldest.parent) if self._oldest else ()
+        return [*itertools.islice(before, _MOST_EARLIER)][::-1]
 
     # ---------------------------------------------------------------- what we do not know
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from peer.contracts import CommittedRound, Member
 from peer.sync.engine.state import State
+from swarm import files
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,13 @@ def read_rounds(path: Path) -> list[CommittedRound]:
                 members = tuple(Member(*member) for member in values["members"])
                 rounds.append(CommittedRound(values["digest"], values["parent"], values["round"], values["samples"], members))
     return [each for each in rounds if each.round]
+
+
+def flush_rounds(path: Path) -> None:
+    """Make the lines written so far durable: a state's header names eight rounds, and what was before these stands here alone."""
+    with contextlib.suppress(OSError):  # `write_round` has warned
+        files.flush(path)
+        files.flush(path.parent)
 
 
 def write_round(path: Path, state: State, how: str, live_peers: int, peer: str, now: float) -> None:

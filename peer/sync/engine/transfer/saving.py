@@ -15,7 +15,8 @@ _REMEMBERED_SECONDS = 600.0
 
 
 class Saver:
-    """saved: called after each state that is on disk; failed: called when the disk refuses one; may_begin: asked before each is written."""
+    """saved: called after each state that is on disk; failed: called when the disk refuses one; may_begin: asked before each is written;
+    before: called before each, in the thread that writes it."""
 
     def __init__(
         self,
@@ -26,9 +27,10 @@ class Saver:
         may_begin: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         peer: str = "",
+        before: Callable[[], None] = lambda: None,
     ):
         self._store, self._on_saved, self._on_failed, self._clock = store, saved, failed, clock
-        self._may_begin, self._peer = may_begin, peer
+        self._may_begin, self._peer, self._before = may_begin, peer, before
         self._next: State | None = None
         self._wanted = asyncio.Event()
         self._writing: asyncio.Task | None = None
@@ -73,10 +75,14 @@ class Saver:
             self._writing = asyncio.create_task(self._write(state))
             await asyncio.shield(self._writing)
 
+    def _save(self, state: State) -> None:
+        self._before()
+        self._store.save(state)
+
     async def _write(self, state: State) -> None:
         if self._saved and next(reversed(self._saved)) not in state.header.parents:
             self._saved.clear()  # another branch: once this one is written, the store deletes what it does not descend from, and we hear of it later
-        await asyncio.get_running_loop().run_in_executor(None, self._store.save, state)
+        await asyncio.get_running_loop().run_in_executor(None, self._save, state)
         now = self._clock()
         self._saved[state.digest] = now
         while now - self._saved[oldest := next(iter(self._saved))] > _REMEMBERED_SECONDS:
