@@ -53,7 +53,7 @@ class Failpoints:
         if self._armed.get(peer) is armed:
             del self._armed[peer]
         if armed.cut_off:
-            self._world.network.cut_off.discard(peer)
+            self._world.network.cut_off.remove(peer)
         if armed.stopped is not None and not armed.stopped.dead:
             armed.stopped.go_on()
         return armed.fell
@@ -106,7 +106,7 @@ class Failpoints:
     def _cut(self, armed: Armed) -> None:
         """The others go on, perhaps with what it had just sent."""
         armed.cut_off = True
-        self._world.network.cut_off.add(armed.machine.peer)
+        self._world.network.cut_off.append(armed.machine.peer)
 
     @staticmethod
     def _stop(armed: Armed, process: Process) -> None:

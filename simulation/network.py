@@ -54,8 +54,8 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.sides: dict[str, int] = {}
         """Peer -> its side of a partition; empty: there is none."""
-        self.cut_off: set[str] = set()
-        """Peers that reach nobody, whatever side they are on."""
+        self.cut_off: list[str] = []
+        """Peers that reach nobody, whatever side they are on; once for each strike that cuts them off."""
         self.messages = self.bytes = self.resets = self.dials = 0
         self.reset_share = 0.0
         """Of all messages, those on which a stream breaks."""

@@ -51,6 +51,16 @@ def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
     assert not world.network.cut_off
 
 
+def test_a_peer_that_two_strikes_cut_off_is_back_when_both_have_ended():
+    strikes = "failpoint@20/1(name=first_part_sent,action=cut,seconds=60);failpoint@40/1(name=frozen,action=cut,seconds=70)"
+    world, seen = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes))), {}
+    for at in (60.0, 85.0, 115.0):
+        world.later(at, lambda at=at: seen.update({at: world.network.reaches_server(world.machines[0].peer)}))
+    outcome = world.play()
+    assert not outcome.breach and outcome.failpoints == {"first_part_sent": 1, "frozen": 1}
+    assert seen == {60.0: False, 85.0: False, 115.0: True}
+
+
 def test_a_strike_that_ends_undoes_no_other_one():
     """A `handover` ends within a partition, and another one and a partition while a peer is cut off."""
     strikes = "partition@20/0(peers=1,seconds=30);handover@21/1(seconds=4)"
