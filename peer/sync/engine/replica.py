@@ -131,7 +131,7 @@ class Replica:
         self._evidence = Evidence(streams, seals, self.certificates, self.bell.ring, clock)
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode,
-            evidence=self._evidence, starting_again=lambda: self.neighbours.starting_again,
+            trains=lambda: not (assists or self.trainer.progress.paused), evidence=self._evidence, starting_again=lambda: self.neighbours.starting_again,
         )  # fmt: skip
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)

@@ -8,10 +8,10 @@ import torch
 from peer.contracts import Member
 from peer.sync.engine.certificate import Judgement, Shown, judged, line_of
 from peer.sync.engine.round.groups import Group
-from peer.sync.engine.round.heads import DESERTED_SECONDS, Heads, most_signed
+from peer.sync.engine.round.heads import ALONE_SECONDS, DESERTED_SECONDS, IDLE_SECONDS, Heads, most_signed
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.state import Head, State, next_state
-from swarm.records import AVERAGING, JOINING, TRAIN, PeerRecord
+from swarm.records import ASSIST, AVERAGING, JOINING, PAUSED, TRAIN, PeerRecord
 from tests.peer.sync.swarm_tools import Clock, state_of
 
 SIZE = 4
@@ -169,6 +169,33 @@ def test_of_two_pairs_that_never_met_one_follows_the_branch_that_the_server_coun
     assert ann.right() == theirs.digest and ann.heads.is_right(Head.of(theirs))
     ann.sees(record("bob", ours))
     assert ann.right() is None, "nobody who is live stands there"
+
+
+def the_server_is_with_fewer(view):
+    """Three went on, and two, on whose branch the server was: what ann sees, who is of the three. All have met."""
+    *_, fork = lineage(4)
+    *_, ours = lineage(12, after=fork, by=("ann", "bob", "cy"))
+    *_, countersigned, theirs = lineage(6, after=fork, by=("dan", "eve"), change=3.0)
+    ann = view(ours, ["bob", "cy", "dan", "eve", "liar"])
+    ann.evidence.countersigned = countersigned.digest
+    ann.evidence.lines = {"bob": line_of(ours), "cy": line_of(ours), "dan": line_of(theirs), "eve": line_of(theirs), "liar": ""}
+    return ann, ours, theirs, [record("dan", theirs), record("eve", theirs)]
+
+
+def test_one_that_claims_a_million_samples_sends_nobody_back_to_the_countersigned_branch(view):
+    ann, ours, theirs, of_theirs = the_server_is_with_fewer(view)
+    liar = record("liar", Head("f" * 64, 10**6))
+    assert ann.sees(record("bob", ours), record("cy", ours), *of_theirs, liar).right() is None
+    assert not ann.heads.is_right(Head.of(theirs))
+    *_, child = lineage(1, after=ours, by=("bob", "cy"))
+    assert ann.sees(record("bob", child), record("cy", child), *of_theirs, liar).right() == child.digest, "nor keeps it from ours"
+
+
+def test_a_child_of_ours_that_we_see_for_the_first_time_is_not_taken_for_another_branch(view):
+    ann, ours, theirs, of_theirs = the_server_is_with_fewer(view)
+    *_, child = lineage(1, after=ours, by=("ann", "bob", "cy"))
+    ann.sees(record("bob", child), record("cy", child), *of_theirs)
+    assert not ann.heads.is_right(Head.of(theirs)) and ann.right() == child.digest
 
 
 def test_who_is_further_than_all_on_the_countersigned_branch_stays_where_it_is(view):
@@ -602,6 +629,43 @@ def test_while_those_that_we_have_met_start_again_strangers_have_no_vote_either(
     assert ann.right() is None and not ann.heads.is_right(forged)
     ann.starting_again = set()
     assert ann.right() == forged.digest
+
+
+def test_one_that_stands_for_ever_on_what_was_discarded_keeps_strangers_out_for_five_minutes(view):
+    *_, ours, child = lineage(4)
+    ann = view(ours, ["liar", "gone"]).sees(*[record(name, child) for name in ("cy", "dan", "eve")])
+    ann.starting_again = {"liar"}
+    assert ann.right() is None
+    ann.clock.now += ALONE_SECONDS
+    assert ann.right() == child.digest
+
+
+@pytest.mark.parametrize("behind", [3, 12])
+@pytest.mark.parametrize("phase", [ASSIST, PAUSED])
+def test_who_does_not_train_follows_the_one_that_went_on_though_others_like_it_stay(view, behind, phase):
+    """Two that were cut off together had each other: nobody that we have met had left, and no round came."""
+    states = lineage(behind, by=("yan",), after=lineage(2)[-1])
+    ours, others = states[0], ["yan", "zed", "ben"]
+    ann = view(ours, others)
+    ann.heads = Heads(ann.met, lambda: ann.records, ours, clock=ann.clock, trains=lambda: False)
+    ann.sees(record("yan", states[-1]), record("zed", ours, phase=phase), record("ben", ours, phase=phase))
+    assert ann.right() is None
+    ann.clock.now += IDLE_SECONDS - 1
+    ann.sees(record("yan", states[-1]), record("zed", ours), record("ben", ours, phase=phase))
+    assert ann.right() is None
+    ann.clock.now += IDLE_SECONDS - 1
+    ann.sees(record("yan", states[-1]), record("zed", ours, phase=phase), record("ben", ours, phase=phase))
+    assert ann.right() is None, "zed has trained here meanwhile"
+    ann.clock.now += IDLE_SECONDS
+    assert ann.right() == states[-1].digest and ann.heads.is_right(Head.of(states[-1]))
+
+
+def test_who_trains_stays_with_those_that_do_not(view):
+    *_, ours, child = lineage(4, by=("yan",))
+    ann = view(ours, ["yan", "zed"]).sees(record("yan", child), record("zed", ours, phase=ASSIST))
+    assert ann.right() is None
+    ann.clock.now += IDLE_SECONDS
+    assert ann.right() is None, "its next round will decide"
 
 
 def test_after_a_power_cut_what_one_has_saved_is_taken_by_all(view):

@@ -33,6 +33,8 @@ class Ballot:
     """Those whose work is in our state; nobody where all have a say. Whoever made our state wrote that list: who believed the one believes the other."""
     left_behind: bool = False
     """Whether our state has been `deserted` for DESERTED_SECONDS: no more of them will agree on what comes after it."""
+    needs_more: bool = False
+    """Whether no state is right that has fewer samples than ours."""
     certified: bool = False
     """Whether the voters are those whose state has a certificate (certificate.py): whom we have not met, and nobody outvotes by being live."""
 
@@ -57,6 +59,8 @@ class Ballot:
 
     def is_right(self, head: Head) -> bool:
         """Whether `head`, which is not an ancestor of ours, is to be preferred to ours."""
+        if self.needs_more and not better(head, self.ours):
+            return False
         if self.from_base or self.lineage.descends(head, self.ours):
             return self._is_a_right_descendant(head)
         if self.met and not self._anybody_votes:

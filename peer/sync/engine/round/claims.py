@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from peer.sync.engine.state import Head
-from swarm.records import AVERAGING, JOINING, RENEW_SECONDS, PeerRecord
+from swarm.records import ASSIST, AVERAGING, JOINING, PAUSED, RENEW_SECONDS, PeerRecord
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Claim:
     """Whether others can dial it: only such a peer leads a round."""
     stays: bool = True
     """False: it averages, and where it stands says nothing against the state that may come of that."""
+    trains: bool = True
+    """False: it assists, or its owner has paused it, and it begins no round where it stands."""
 
 
 class Claims:
@@ -76,7 +78,8 @@ class Claims:
 
 def _claim_of(record: PeerRecord) -> Claim:
     phase = record.phase
-    return Claim(record.peer_id, head_of(record), phase != JOINING, record.backers, not record.client_mode, phase != AVERAGING)
+    trains = phase not in (ASSIST, PAUSED)
+    return Claim(record.peer_id, head_of(record), phase != JOINING, record.backers, not record.client_mode, phase != AVERAGING, trains)
 
 
 def head_of(record: PeerRecord) -> Head:

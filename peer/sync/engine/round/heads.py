@@ -24,6 +24,9 @@ nobody that we have met can lead us for this long, nor we ourselves, strangers h
 ALONE_SECONDS = 300.0
 """In a run for members, once nobody that we have met is live, nor another one who sealed what our certificate is of, nobody leads us for this
 long. A restart, or a link that broke, is over by then; and strangers that we do follow cost the rounds that we made alone meanwhile."""
+IDLE_SECONDS = 300.0
+"""Once nobody has trained for this long on the state where we stand and do not train either, those who stand there have no say: no round comes
+of it. Shorter, a member that lies could lead those who assist astray while all others restart."""
 _CALLS_KEPT, _GROUPS_KEPT, _LED_KEPT = 16, 4, 64
 _MOST_STRANGERS = 32
 """The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
@@ -41,13 +44,15 @@ class Heads:
         clock: Callable[[], float] = time.monotonic,
         *,
         leads: bool = True,
+        trains: Callable[[], bool] = lambda: True,
         evidence: Evidence | None = None,
         starting_again: Callable[[], Collection[str]] = frozenset,
     ):
-        """evidence: what those whom we have not met can show; None: nothing is asked of them. starting_again: peers that are none of the
-        others now, and will be within seconds."""
+        """leads: whether others can dial us; trains: whether we begin rounds, other than who assists or is paused; evidence: what those
+        whom we have not met can show (None: nothing is asked of them); starting_again: peers that are none of the others now, and will
+        be within seconds."""
         self._evidence, self._starting_again = evidence, starting_again
-        self._met, self._others, self._broken, self._clock, self._leads = met, others, broken, clock, leads
+        self._met, self._others, self._broken, self._clock, self._leads, self._trains = met, others, broken, clock, leads, trains
         self._claims = Claims(others, clock)
         self._let_go: dict[str, deque[str]] = {}
         self._groups: deque[Group] = deque(maxlen=_GROUPS_KEPT)
@@ -59,6 +64,7 @@ class Heads:
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
+        self._idle_since: float | None = None
         self._leaderless_since: float | None = None
         self._company_at = clock()
         """When somebody was live whom we have met, or who sealed what our certificate is of."""
@@ -79,7 +85,7 @@ class Heads:
         self._lineage.stand(self._ours, state.header)
         self._included = state.header.included
         self._with_us = (), 0.0
-        self._deserted_since = None
+        self._deserted_since = self._idle_since = None
         if state.digest in self._not_ours:
             self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
 
@@ -107,8 +113,9 @@ class Heads:
         claims = self._claims.all()
         self._look_for_a_leader(claims)
         self._look_for_company(claims)
+        self._look_for_work(claims)
         if all([self._is_ours_or_before(claim.head) for claim in claims]):  # between two rounds; spares the count
-            self._deserted_since = None
+            self._deserted_since = self._idle_since = None
             self._with_us = others, self._claims.words_last_until(now)
             return {}
         ballot = self._ballot(self._one_is_enough, claims)
@@ -164,18 +171,24 @@ class Heads:
         self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None, *, left_behind: bool = False
     ) -> Ballot:
         everybody = self._claims.all() if claims is None else claims
+        if self._is_idle():
+            everybody = [claim for claim in everybody if claim.trains or claim.head.digest != self._ours.digest]
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
         leaderless = self._leaderless()
+        if sure := self._on_the_branch(claims):
+            ballot = Ballot(
+                self._ours, True, claims, _with_a_vote(sure)[:_MOST_STRANGERS], False, self._lineage, one_is_enough, self._leads,
+                left_behind=left_behind, needs_more=True, certified=True,
+            )  # fmt: skip
+            if ballot.right():  # else ours is better, and what comes after it counts as ever
+                return ballot
         met = [] if leaderless else [claim for claim in claims if claim.peer in self._met]
         counted, certified, elsewhere = self._still_on_the_branch(met), False, False
-        if sure := self._on_the_branch(claims):
-            met, counted, certified, elsewhere = [], sure, True, True
-        elif not met and not leaderless and any(peer in self._met for peer in self._starting_again()):
+        if not met and not leaderless and self._had_company() and any(peer in self._met for peer in self._starting_again()):
             counted = []  # a wrong mean is found late, and those who lie may be back before all others
         elif not met:
             counted, certified, elsewhere = self._judged(claims, leaderless)
-        voters = [claim for claim in counted if claim.votes] or counted
-        voters = voters if met else voters[:_MOST_STRANGERS]
+        voters = _with_a_vote(counted) if met else _with_a_vote(counted)[:_MOST_STRANGERS]
         # Strangers may vote only after five minutes, and by then what one stands on no longer names ours.
         for claim in voters if met else claims[:_MOST_STRANGERS]:
             self._lineage.learn(claim.head)
@@ -190,6 +203,8 @@ class Heads:
         """
         if not (sure := self._countersigned) or self._from_base or self._lineage.holds(sure):
             return []
+        for claim in claims:  # a child of ours is elsewhere until this is known
+            self._lineage.learn(claim.head)
         if not any(better(claim.head, self._ours) and not self._lineage.descends(claim.head, self._ours) for claim in claims):
             return []
         judgement = self._evidence.judge([claim.peer for claim in claims])
@@ -225,7 +240,21 @@ class Heads:
 
     def _waits_for_company(self) -> bool:
         """Whether those are live, or may be back soon; only where others than we have sealed what we hold a certificate of."""
-        return self._evidence is not None and bool(self._evidence.signers) and self._clock() - self._company_at < ALONE_SECONDS
+        return self._evidence is not None and bool(self._evidence.signers) and self._had_company()
+
+    def _had_company(self) -> bool:
+        return self._clock() - self._company_at < ALONE_SECONDS
+
+    def _look_for_work(self, claims: Collection[Claim]) -> None:
+        """Whether a round may begin where we stand: by us, or by one that we have met. Two helpers that were cut off together have each other, and
+        waited for ever (a trainer had gone on alone)."""
+        if self._trains() or any(claim.trains and claim.head.digest == self._ours.digest and claim.peer in self._met for claim in claims):
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = self._clock()
+
+    def _is_idle(self) -> bool:
+        return self._idle_since is not None and self._clock() - self._idle_since >= IDLE_SECONDS
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
         """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""
@@ -281,6 +310,10 @@ class Heads:
 
     def _went_on_without_us(self, head: Head, signers: Collection[Claim]) -> bool:
         return any(self._ours.digest in self._let_go.get(claim.peer, ()) for claim in signers)
+
+
+def _with_a_vote(claims: list[Claim]) -> list[Claim]:
+    return [claim for claim in claims if claim.votes] or claims
 
 
 def most_signed(records: Collection[PeerRecord]) -> dict[Head, set[str]]:
