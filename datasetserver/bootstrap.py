@@ -77,6 +77,8 @@ async def _take_part(options: dict[str, Any], out: TextIO, stop: asyncio.Event) 
         while not stop.is_set():
             now = loop.time()
             try:
+                if not await node.alive():
+                    raise RuntimeError("p2pd does not answer")
                 told = {"maddrs": await node.maddrs()}
                 if options["run_id"] and published is None:
                     node.admit(Members(RunConfig.from_mapping(options["run"], where="the server")))

@@ -33,26 +33,45 @@ class _Questions(dict[UUID, asyncio.Task]):
         task.add_done_callback(lambda _: self.pop(call, None))
 
 
+class _Calls(dict[UUID, asyncio.Future]):
+    """Those of ours that wait for an answer. hivemind gives an answer also to one that was cancelled a moment ago, and that error ended its reader:
+    no answer came to this process any more, and no question, and nothing said so."""
+
+    def __contains__(self, call: object) -> bool:
+        waiting = self.get(call)
+        return waiting is not None and not waiting.done()
+
+
 class Daemon:
     """`await Daemon.start(...)`; speak to it through `p2p`."""
 
     def __init__(self, p2p: P2P, folder: Path):
         self.p2p, self._folder = p2p, folder
         self._connections = _connections(p2p)
-        p2p._client.control._handler_tasks = _Questions()
+        control = p2p._client.control
+        control._handler_tasks, control._pending_calls = _Questions(), _Calls()
 
     @classmethod
     async def start(cls, **options: Any) -> "Daemon":
         """options: those of `hivemind.P2P.create`. Raises what that raises."""
         folder = sockets.make_folder()
+        creating = asyncio.create_task(_create(folder, **options))
         try:
-            with _our_child():
-                # check_if_identity_free would start a second p2pd; the lock on the identity's file answers sooner
-                p2p = await _private(folder).create(startup_timeout=START_SECONDS, check_if_identity_free=False, **options)
+            # hivemind leaves a p2pd behind whose start is cancelled: 80 MB for each that asks us to dial it and goes away at the right moment.
+            return cls(await asyncio.shield(creating), folder)
         except BaseException:
-            sockets.remove_folder(folder)
+            await asyncio.wait({creating})
+            if creating.cancelled() or creating.exception() is not None:
+                sockets.remove_folder(folder)
+            else:
+                await cls(creating.result(), folder).close()
             raise
-        return cls(p2p, folder)
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether hivemind reads p2pd's answers no more; it says so to nobody."""
+        reading = self.p2p._client.control._read_task
+        return reading is not None and reading.done()
 
     async def ended_within(self, seconds: float) -> bool:
         """Wait up to `seconds` for p2pd to end; whether it has."""
@@ -72,6 +91,12 @@ class Daemon:
         for transport in list(self._connections):
             transport.abort()
         sockets.remove_folder(self._folder)
+
+
+async def _create(folder: Path, **options: Any) -> P2P:
+    with _our_child():
+        # check_if_identity_free would start a second p2pd; the lock on the identity's file answers sooner
+        return await _private(folder).create(startup_timeout=START_SECONDS, check_if_identity_free=False, **options)
 
 
 def _connections(p2p: P2P) -> weakref.WeakSet[asyncio.BaseTransport]:

@@ -28,6 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import clock, dht_direct, reachability
 from swarm.daemon import Daemon
+from swarm.dht_blacklist import Forgiving
 from swarm.dht_protocol import DHTProtocol
 from swarm.dht_rules import RUNS_KEY, Rules, Signatures, key_in, peers_key, signer_of
 from swarm.dht_storage import MOST_OF_A_KEY
@@ -149,6 +150,7 @@ class SwarmNode:
                 cache_nearest=0,
                 bootstrap_timeout=5,
             )
+            dht.blacklist = Forgiving()
             await reachability.Prober(daemon.p2p).start()
         except BaseException:
             await daemon.close()
@@ -206,7 +208,9 @@ class SwarmNode:
         return is_lot(peer, statement, key, lot)
 
     async def alive(self) -> bool:
-        """Whether p2pd still answers: a real call, since hivemind notices nothing of its death."""
+        """Whether p2pd still answers: a real call, since hivemind notices nothing of its death. And whether hivemind still reads what it says."""
+        if self._daemon.is_deaf:
+            return False
         try:
             await asyncio.wait_for(self.p2p._client.identify(), ANSWER_SECONDS)
             return True
@@ -220,7 +224,10 @@ class SwarmNode:
             peer = PeerID.from_base58(parsed[0]["p2p"])
             bare = [Multiaddr(str(maddr).rsplit("/p2p/", 1)[0]) for maddr in parsed]
             await asyncio.wait_for(self.p2p._client.connect(peer, bare), 5)
-            return await asyncio.wait_for(self._dht.protocol.call_ping(peer), 5) is not None
+            if await asyncio.wait_for(self._dht.protocol.call_ping(peer), 5) is None:
+                return False
+            self._dht.blacklist.register_success(peer)  # else it is asked for no record until its ban is over
+            return True
         except Exception as error:
             log.debug("could not meet %s: %r", ", ".join(maddrs[:2]), error)
             return False

@@ -130,7 +130,10 @@ class RecordStore:
     def _sweep(self) -> None:
         """Drop what is over, once a second."""
         now = self._clock()
-        if now - self._swept < _SWEEP_SECONDS:
+        if now < self._swept:  # the clock was ahead: what came meanwhile would outlive its owners, and ours would refuse our renewals
+            for key in list(self._keys):
+                self.drop(key)
+        elif now - self._swept < _SWEEP_SECONDS:
             return
         self._swept = now
         over = [(key, owner) for key, kept in self._keys.items() for owner, item in kept.records.items() if item.expiration_time < now]

@@ -22,6 +22,8 @@ LIFE_SECONDS = 7 * 86_400.0
 """Peers renew daily, so the server may be away for 6 days. A removed token stops renewals: what it gave ends within 7 days."""
 COUNTERSIGNED_SECONDS = 600.0
 """Who stands 512 rounds or more after a countersigned state cannot show that it does, and a liar can say so. Those take longer, with rounds of 1.2 s."""
+_MOST_AHEAD_SECONDS = 60.0
+"""A word that is dated later came of a clock that was ahead, and would count until its date has passed."""
 NOT_A_MEMBER = "this run is for members, and you show no membership of it: join it through its dataset server"
 MEMBERSHIP: TypeAdapter[Membership] = TypeAdapter(Membership)
 _MOST_REMEMBERED = 4096
@@ -46,7 +48,7 @@ class Members:
     def countersigned(self) -> str:
         """Digest of the state that the host has countersigned within COUNTERSIGNED_SECONDS; '' for none."""
         word = self.bans.countersigning
-        return word.about if word is not None and self._wall() - word.at / 1000 < COUNTERSIGNED_SECONDS else ""
+        return word.about if word is not None and -_MOST_AHEAD_SECONDS < self._wall() - word.at / 1000 < COUNTERSIGNED_SECONDS else ""
 
     def has_ended(self) -> bool:
         """Whether the others ignore us by now."""

@@ -9,6 +9,9 @@ import contextlib
 import socket
 from collections.abc import Callable
 
+_WASTE = memoryview(bytearray(1 << 16))
+"""Where all of them put what nobody reads: a peer may open streams as fast as it likes, and each is listened to for seconds after its refusal."""
+
 
 class Pipe:
     """Takes a connection over from asyncio's reader and writer. One task at a time may take, and one may send.
@@ -49,10 +52,8 @@ class Pipe:
 
     async def hung_up(self, until: float) -> None:
         """Wait until the other end hangs up; whatever it still says is lost."""
-        waste = memoryview(bytearray(1 << 16))
-
         def never() -> bool:
-            self._some(waste)
+            self._some(_WASTE)
             return False
 
         with contextlib.suppress(EOFError):

@@ -116,13 +116,21 @@ class Proofs:
         )
 
 
+def _proof(value: Any) -> AnyProof | None:
+    try:
+        return PROOFS.validate_python((value,))[0]
+    except ValueError as error:
+        log.warning("ignored a proof that was kept: %s", " ".join(str(error).split())[:200])
+        return None
+
+
 def _read(path: Path) -> tuple[AnyProof, ...]:
     """Those kept in a file; none where it is missing or damaged: whoever has them says them again."""
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
-        return PROOFS.validate_python(values)
+        return tuple(filter(None, map(_proof, values)))
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         log.warning("cannot read the proofs in %s: %s", path, str(error)[:200])
         return ()

@@ -4,13 +4,18 @@ import asyncio
 import dataclasses
 import socket
 import time
+from uuid import uuid4
 
 import msgpack
 import psutil
 import pytest
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto.p2pd_pb2 import CallUnaryResponse, PersistentConnectionResponse
 from hivemind.utils.multiaddr import Multiaddr
 
 from swarm import dht
+from swarm.daemon import Daemon
+from swarm.dht_blacklist import Forgiving
 from swarm.errors import ExitCode, UserError
 from swarm.identity import Identity
 from swarm.maddrs import parse_maddrs
@@ -227,6 +232,88 @@ def test_the_death_of_p2pd_shows(nodes):
         assert not await one.alive()
 
     nodes(scenario)
+
+
+def test_an_answer_to_a_question_that_was_given_up_a_moment_ago_ends_nothing(nodes):
+    """It ended hivemind's reader: this node heard nobody any more, and averaged alone."""
+
+    async def scenario(start):
+        one = await start("one")
+        control, given_up, call = one.p2p._client.control, asyncio.Future(), uuid4()
+        given_up.cancel()
+        control._pending_calls[call] = given_up
+        message = PersistentConnectionResponse(callId=call.bytes, callUnaryResponse=CallUnaryResponse(response=b"late")).SerializeToString()
+        late = asyncio.StreamReader()
+        late.feed_data(bytes([len(message)]) + message)
+        late.feed_eof()
+        await control._read_from_persistent_conn(late)
+        del control._pending_calls[call]
+        assert await one.alive()
+
+    nodes(scenario)
+
+
+def test_a_node_that_hears_p2pd_no_more_shows(nodes):
+    async def scenario(start):
+        one = await start("one", own=True)
+        one.p2p._client.control._read_task.cancel()
+        await asyncio.sleep(0)
+        assert not await one.alive()
+
+    nodes(scenario)
+
+
+def test_a_p2pd_whose_start_is_cancelled_is_ended(monkeypatch):
+    ping = P2P._ping_daemon
+
+    async def scenario():
+        children, is_there = [], asyncio.Event()
+
+        async def slowly(p2p):
+            children.append(p2p._child)
+            is_there.set()
+            await asyncio.sleep(0.2)
+            await ping(p2p)
+
+        monkeypatch.setattr(P2P, "_ping_daemon", slowly)
+        starting = asyncio.create_task(Daemon.start(host_maddrs=None, no_listen=True))
+        await is_there.wait()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert children[0].returncode is not None
+
+    asyncio.run(scenario())
+
+
+def test_a_node_that_is_back_is_asked_at_once(nodes):
+    async def scenario(start):
+        one, other = await start("one"), await start("other")
+        peer = PeerID.from_base58(other.peer_id)
+        for _ in range(12):
+            one._dht.blacklist.register_failure(peer)
+        assert peer in one._dht.blacklist
+        assert await one.meet(await other.maddrs()) and peer not in one._dht.blacklist
+
+    nodes(scenario)
+
+
+def test_of_peers_that_never_answer_few_are_remembered_and_none_is_banned_for_long(monkeypatch):
+    now = [1e9]
+    monkeypatch.setattr("hivemind.dht.node.get_dht_time", lambda: now[0])
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: now[0])
+    banned, peers = Forgiving(), [PeerID(number.to_bytes(4, "big")) for number in range(5000)]
+    for peer in peers:
+        banned.register_failure(peer)
+    assert len(banned.ban_counter) == 4096
+    waits = []
+    for _ in range(12):
+        since = now[0]
+        banned.register_failure(peers[0])
+        while peers[0] in banned:
+            now[0] += 1
+        waits.append(now[0] - since)
+    assert waits[0] <= 6 and waits[1] <= 11 and max(waits) <= 81
 
 
 def test_a_question_to_p2pd_that_was_given_up_leaves_nothing_open(nodes):

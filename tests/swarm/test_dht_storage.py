@@ -79,6 +79,16 @@ def test_what_is_over_is_dropped_and_makes_room(monkeypatch):
     assert not kept.store(OURS, b"y", clock.now - 1, subkey=b"late") and not kept.store(OURS, b"y", clock.now + LIFE)
 
 
+def test_what_came_while_the_clock_was_ahead_is_forgotten_once_it_is_right(monkeypatch):
+    """It would have outlived its owners by as much, kept their places, and refused their renewals."""
+    kept, clock = a_store(monkeypatch)
+    clock.now += 3600
+    flood(kept, OURS, clock, seed=3)
+    assert kept.store(OTHER, b"x", clock.now + LIFE, subkey=b"we")
+    clock.now -= 3600
+    assert kept.store(OTHER, b"y", clock.now + LIFE, subkey=b"we") and kept.store(OURS, b"x", clock.now + LIFE, subkey=b"honest") and len(kept) == 2
+
+
 def test_what_is_merged_into_an_answer_does_not_come_into_the_store(monkeypatch):
     """hivemind merges the answers of others into the first dictionary that it has, which was the node's own."""
     kept, clock = a_store(monkeypatch)

@@ -50,6 +50,18 @@ def test_a_peer_is_a_member_from_the_hosts_word_until_it_ends_and_with_a_newer_o
     assert known.refusal("a") == ""
 
 
+def test_what_is_countersigned_counts_for_ten_minutes_and_not_before_its_time(key, run):
+    """A server whose clock was a day ahead would else have it count for a day."""
+    wall = Wall()
+    known, at = Members(run, Bans(run), wall=wall), wall.now
+    assert known.bans.hear([sign_word(key, run, "a" * 64, trusted=True, clock=lambda: at)])
+    counts = []
+    for seconds in (-3600, -59, 0, 599, 601):
+        wall.now = at + seconds
+        counts.append(known.countersigned != "")
+    assert counts == [False, True, True, True, False]
+
+
 def test_the_word_of_another_key_or_for_another_peer_run_or_time_is_none(key, run, tmp_path):
     good, wall = sign_membership(key, run, "a"), Wall()
     other_run = dataclasses.replace(run, seed=run.seed + 1)

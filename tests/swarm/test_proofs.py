@@ -80,8 +80,10 @@ def test_proofs_are_kept_and_read_again(tmp_path, run, keys, caplog):
     assert Proofs(run, path=path).reason(keys[0].peer_id)
     other = RunConfig(model="x", members_of=run.members_of, target_batch_size=7)
     assert not Proofs(other, path=path).all, "they are checked again: a file proves nothing by itself"
-    path.write_text(json.dumps([{"accused": 1}]))
+    path.write_text(json.dumps([{"accused": 1}, *json.loads(path.read_text())]))
     with caplog.at_level(logging.WARNING):
+        assert Proofs(run, path=path).reason(keys[0].peer_id) and "ignored a proof" in caplog.text
+        path.write_text("1")
         assert not Proofs(run, path=path).all and "cannot read the proofs" in caplog.text
     blocked = tmp_path / "a file"
     blocked.write_text("")

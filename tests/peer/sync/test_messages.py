@@ -189,6 +189,8 @@ BEYOND = {
     "a whole number for a norm": (Join, {"parent": "p", "number": 1, "samples": 1, "norm": 1}),
     "a text that is too long": (Share, {"group": "x" * 65}),
     "a text that is not ASCII": (Share, {"group": "é"}),
+    "a text that no record could say": (Share, {"group": "\x01"}),
+    "what no mean's digest is": (Shares, {"shares": [{"reducer": "a", "digest": "\x01", "signature": "AAAA"}]}),
     "nine ancestors": (Call, {"head": {"digest": "d", "samples": 1, "parents": ["p"] * 9}}),
     "seconds that are none": (Answer, HONEST[3].wire() | {"ready_seconds": math.inf}),
     "a whole number for a sum of squares": (MeanPart, {"square": 1}),

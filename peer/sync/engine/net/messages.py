@@ -81,8 +81,8 @@ def _a_float(value: Any) -> float:
     return value
 
 
-Text = Annotated[str, StringConstraints(strict=True, max_length=64, pattern=r"^[\x00-\x7f]*$")]
-"""A peer's id, a digest or another name."""
+Text = Annotated[str, StringConstraints(strict=True, max_length=64, pattern=r"^[\x20-\x7e]*$")]
+"""A peer's id, a digest or another name: nothing that a record or a proof could not say."""
 Count = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
 Flag = Annotated[bool, Field(strict=True)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -348,7 +348,8 @@ class SignedShare:
     """What a reducer signed of its share's mean."""
 
     reducer: Text
-    digest: Text
+    digest: Annotated[str, StringConstraints(strict=True, pattern="^[0-9a-f]{64}$")]
+    """No other one can be signed: a proof with it would be refused by all others, and with it every proof in the same message."""
     signature: PeerSignature
 
 
