@@ -21,12 +21,17 @@ class Lineage:
         self.included: set[ContributionId] = set()
         self.last: dict[str, int] = {}
         self._whole, known = True, ""
+        since: set[ContributionId] = set()
         for state in self._tree.chain():
             if state.parent != known if known else state.round != 1:
-                self.last, self._whole = {}, False
-            self.included |= set(state.contributions())
+                self.last, self._whole, since = {}, False, set()
+            here = set(state.contributions())
+            self.included |= here
+            since |= here
             self.last |= self._numbers(state)
             known = state.digest
+        self._before_gap = self.included - since
+        """What is in the chain before the last state that was not reported."""
 
     def extend(self, head: State) -> None:
         """The head has a child, which is the new head."""
@@ -49,7 +54,8 @@ class Lineage:
     def came(self, peer: str, number: int, pending: Iterable[ContributionId]) -> list[ContributionId]:
         """As `passed`, of a contribution of the chain that is registered only now."""
         before = self._before(peer, number)
-        self.last[peer] = max(before, number)
+        if (peer, number) not in self._before_gap:  # later ones may be in the state that was not reported
+            self.last[peer] = max(before, number)
         return sorted(pair for pair in pending if pair[0] == peer and before < pair[1] < number)
 
     def _before(self, peer: str, number: int) -> int:

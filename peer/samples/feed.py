@@ -165,9 +165,9 @@ class Feed:
         prepared = [sample for step in self._prepared for batch in step.drawn for sample in batch.samples]
         return sorted(prepared + self._pool.held(), key=lambda sample: sample.number)
 
-    def ahead(self) -> list[str]:
-        """Keys that were drawn but not handed out, in the order in which they were drawn. Rank 0 only."""
-        return [sample.key for sample in self._ahead()] + (self._drawer.in_hand() if self._drawer else [])
+    def ahead(self, seconds: float = _QUIET_SECONDS) -> list[str]:
+        """Keys that were drawn but not handed out, in the order in which they were drawn. Rank 0 only. seconds: see `_Drawer.in_hand`."""
+        return [sample.key for sample in self._ahead()] + (self._drawer.in_hand(seconds) if self._drawer else [])
 
     def rest(self, resting: bool) -> None:
         """This machine's owner wants it back for a while, and others get what was drawn and not handed out; until told otherwise."""
@@ -189,7 +189,9 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """Where the source stands, and what it must yield once more. Rank 0 only."""
         assert self._source is not None
-        return {"ahead": self.ahead(), "pool": self._pool.state_dict(self._ahead()), "source": self._source.state_dict()}
+        self.ahead()  # while nothing is asked of it the source stands still
+        source = self._source.state_dict()  # before `ahead`: what a slow source yields between both is then in the latter, and not lost
+        return {"ahead": self.ahead(0.0), "pool": self._pool.state_dict(self._ahead()), "source": source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._source is not None:
@@ -321,9 +323,9 @@ class _Drawer:
             self._ready = True
         return self._ready
 
-    def in_hand(self) -> list[str]:
-        """Keys drawn and not yet taken; first lets a request that is under way end, unless the source has nothing."""
-        self._answered(_QUIET_SECONDS)
+    def in_hand(self, seconds: float) -> list[str]:
+        """Keys drawn and not yet taken; first lets a request that is under way end, unless the source takes longer than `seconds`."""
+        self._answered(seconds)
         return [sample.key for sample in self._hand]
 
     def drop(self) -> list[str]:

@@ -354,6 +354,37 @@ def test_what_may_be_in_a_state_whose_report_was_lost_is_not_given_to_others(boo
     assert book.shard_epochs.totals()["pending"] == 0 and book.samples_by_peer()["alice"] == samples[4]
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_is_registered_late_from_before_a_lost_report_gives_to_nobody_what_that_state_may_have(book, db, clock, restarts):
+    mine = [keys(book.lease("alice", 1)) for _ in range(3)]
+    his = keys(book.lease("bob", 1))
+    book.contribute("bob", 1, his)
+    one, two, three = map(len, mine)
+    before = one + two + len(his)
+    book.add_final(state("a", None, 1, one, ("alice", 1, one)), "bob")
+    book.add_final(state("c", "b", 3, before, ("bob", 1, len(his))), "bob")
+    for number, some in enumerate(mine, 1):
+        book.contribute("alice", number, some)
+    book = reopen(book, db, clock) if restarts else book
+    book.add_final(state("d", "c", 4, before + three, ("alice", 3, three)), "bob")
+    for each in (book, reopen(book, db, clock)):
+        assert each.samples_by_peer() == {"alice": one + three, "bob": len(his)}
+        assert each.shard_epochs.totals()["pending"] == two, "her second may be in b, which nobody told of"
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_after_a_lost_report_what_is_registered_late_still_tells_what_a_later_contribution_has_passed(book, db, clock, restarts):
+    mine = [keys(book.lease("alice", 1)) for _ in range(3)]
+    one, _, three = map(len, mine)
+    book.add_final(state("b", "a", 2, 4 + one, ("alice", 1, one)), "bob")
+    for number, some in enumerate(mine, 1):
+        book.contribute("alice", number, some)
+    book = reopen(book, db, clock) if restarts else book
+    book.add_final(state("c", "b", 3, 4 + one + three, ("alice", 3, three)), "bob")
+    for each in (book, reopen(book, db, clock)):
+        assert each.samples_by_peer() == {"alice": one + three} and each.shard_epochs.totals()["pending"] == 0
+
+
 def test_giving_back_keys_withdraws_their_contribution(book):
     grant = book.lease("alice", 4)
     mine = keys(grant)

@@ -31,10 +31,13 @@ class Unsaid:
             return [json.loads(line) for line in self._lines]
 
     def keep(self, letter: Letter) -> None:
-        """Durable when this returns. Raises UserError when the disk takes nothing."""
+        """Durable when this returns, and once: each start says the same rounds again. Raises UserError when the disk takes nothing."""
+        line = _line_of(letter)
         with self._lock:
+            if line in self._lines:
+                return
             try:
-                self._write([*self._lines, _line_of(letter)])
+                self._write([*self._lines, line])
             except OSError as error:
                 raise UserError(
                     f"Cannot write {self._path}: {error.strerror or error}.",

@@ -15,6 +15,7 @@ from peer.contracts import CommittedRound, LeaseLost, Member
 from peer.data import dataset_server
 from peer.data.client.download import Corrupt
 from peer.data.client.manifest import SignedShards
+from peer.data.client.outbox import ROUNDS, Outbox
 from peer.data.dataset_server import fetch_run
 from peer.data.unsaid import Unsaid
 from peer.machine.device import Rank, RankGroup
@@ -244,6 +245,21 @@ def test_letters_are_kept_until_they_are_said_and_a_torn_one_costs_no_other(tmp_
     assert kept.letters() == [{"number": 2}]
     kept.said({"number": 2})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_who_starts_again_and_again_while_the_server_is_away_keeps_each_report_once(tmp_path):
+    """600 starts in a night, each with the same 57 final rounds, left a file of 34,000 lines, which each report wrote anew."""
+    path, sizes = tmp_path / "unsaid.jsonl", set()
+    for _ in range(3):
+        outbox = Outbox(Unsaid(path), news=lambda: None)
+        for number in range(1, 10):
+            outbox.put(ROUNDS, {"round": number, "members": []}, keep=True)
+        sizes.add(path.stat().st_size)
+    assert len(sizes) == 1 and [letter["round"] for letter in Unsaid(path).letters()] == [*range(1, 10)]
+    kept = Unsaid(path)
+    kept.keep({"round": 1, "members": []})
+    kept.said({"round": 1, "members": []})
+    assert len(kept.letters()) == 8
 
 
 def test_of_hundreds_that_wait_none_is_read_again_for_another(tmp_path, monkeypatch):

@@ -110,6 +110,55 @@ def test_what_was_ahead_at_a_checkpoint_comes_again_after_loading():
     assert source.back == ["a"] and source.count == 3
 
 
+class Slow(Shelf):
+    """A source that yields when it is told to, and knows how many it has yielded. looked: called when somebody asks where it stands."""
+
+    def __init__(self, count, looked):
+        super().__init__(count, ends=False)
+        self.yielded, self.go, self.looked = 0, threading.Semaphore(0), looked
+
+    def __iter__(self):
+        for sample in super().__iter__():
+            assert self.go.acquire(timeout=60)
+            self.yielded += 1
+            yield sample
+
+    def state_dict(self):
+        self.looked()
+        return {"count": self.yielded}
+
+
+def test_what_a_slow_source_yields_while_a_checkpoint_is_made_is_in_it(monkeypatch):
+    """Seen in the code: it was neither ahead nor still to come, so nobody trained it after a resume."""
+    monkeypatch.setattr("peer.samples.feed._QUIET_SECONDS", 0.01)
+    monkeypatch.setattr("peer.samples.feed._PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("peer.samples.feed._POLL_SECONDS", 0.01)
+
+    def one_comes():
+        source.go.release()
+        while not steps._drawer.came:
+            time.sleep(0.001)
+
+    source = Slow(8, one_comes)
+    steps = feed(source)
+    assert next(iter(steps)) is None, "four samples are asked for, and none has come"
+    assert steps.state_dict() == {"ahead": ["0"], "pool": {"drawn": 0, "numbers": []}, "source": {"count": 1}}
+    source.closed.set()
+    source.go.release(8)
+    steps.close()
+
+
+def test_what_comes_before_a_checkpoint_asks_the_source_where_it_stands_is_in_it_once():
+    source = Slow(4, lambda: None)
+    steps = feed(source)
+    threading.Timer(0.1, source.go.release, [4]).start()
+    steps._drawer._requests.put(4)
+    steps._drawer._asked = True
+    assert steps.state_dict() == {"ahead": list("0123"), "pool": {"drawn": 0, "numbers": []}, "source": {"count": 4}}
+    source.closed.set()
+    steps.close()
+
+
 def waits_for_decoding(steps):
     for prepared in steps._prepared:
         for part in prepared.started:

@@ -55,11 +55,43 @@ def test_who_fetches_a_state_learns_of_all_rounds_that_its_holder_knows_without_
     virtual(scenario)
 
 
-@pytest.mark.parametrize(("known", "earlier"), [(range(1, 41), range(1, 32)), (range(20, 41), range(20, 32)), ([*range(1, 25), *range(26, 41)], range(26, 32))])
-def test_who_comes_back_finds_on_its_disk_the_rounds_before_those_that_its_header_names(known, earlier):
+@pytest.mark.parametrize("known", [range(1, 41), range(20, 41), [*range(1, 25), *range(26, 41)]])
+def test_who_comes_back_finds_on_its_disk_the_rounds_before_those_that_its_header_names(known):
     """It was cut off and lost power before they were final: only its own file says what is in them."""
     past = Past(None, Cell(states()[-1], Bell(), lambda: 0.0), list, print, [committed(states()[number]) for number in known], lambda: 0.0)
-    assert [each.round for each in past.earlier()] == [*earlier]
+    assert [each.round for each in past.earlier()] == [number for number in known if number < 32]
+
+
+def test_who_fetched_what_others_made_on_its_own_rounds_finds_these_on_its_disk():
+    """It made twelve rounds alone, others went on to round 30, and it was killed before it told anybody: nobody else knows who was in the first three."""
+    other = replace(committed(states()[5]), digest="f" * 64)  # of a branch that lost
+    known = [other, *(committed(states()[number]) for number in range(1, 13))]
+    past = Past(None, Cell(states()[30], Bell(), lambda: 0.0), list, print, known, lambda: 0.0)
+    assert past.earlier() == known[1:]
+
+
+@pytest.mark.parametrize(("start", "oldest"), [(0, 6), (30, 13)])
+def test_nobodys_answer_changes_what_we_know_of_our_own_rounds_nor_tells_those_twice_that_a_start_tells(virtual, start, oldest):
+    """A header proves how many samples the members of a round had together, not whose they were."""
+    true = [committed(state) for state in states()[1:]]
+    false = [replace(each, members=(Member("a", each.round, each.round), Member("b", each.round, 3))) for each in true[5:12]]
+
+    async def scenario(nodes):
+        (own, ours), (node, theirs) = await nodes.streams(2)
+        await Past(theirs, Cell(states()[0], Bell(), nodes.clock), list, print, [*true[:5], *false, *true[12:]], nodes.clock).serve()
+        bell, learned = Bell(), []
+        state = Cell(states()[start], bell, nodes.clock)
+        past = Past(ours, state, lambda: [node.peer_id], learned.extend, true[:12], nodes.clock)
+        await past.serve()
+        state.set(states()[30])
+        past.moved(states()[30])
+        nodes.ends_with_the_test(asyncio.create_task(past.ask_forever(bell.until)))
+        await asyncio.sleep(60)
+        assert learned == true[oldest - 1 : 21]
+        asking = Past(theirs, Cell(states()[0], Bell(), nodes.clock), list, print, (), nodes.clock)
+        assert [*await asking._asked(own.peer_id, true[11].digest)] == true[11::-1]
+
+    virtual(scenario)
 
 
 def test_rounds_that_lead_in_a_circle_come_to_an_end():

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import random
 import resource
 import shutil
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from peer.sync.engine.transfer import chunk_file
 from peer.sync.engine.transfer.discarded import discard
 from peer.sync.engine.transfer.disk import OLDER_SECONDS, StateStore
 from peer.sync.engine.vectors import SharedBuffer
+from simulation.disk import Disk
 from swarm.digest import canonical_json
 from swarm.errors import ExitCode, UserError, run_program
 from swarm.records import PeerRecord
@@ -261,6 +263,16 @@ def test_what_is_saved_after_a_branch_with_more_samples_lost_replaces_it(tmp_pat
         newest = next_state(base, [base.vectors(10)], [Member("c", 1, samples)])
         store.save(newest)
     assert load(store).digest == newest.digest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_power_cut_brings_back_no_state_of_a_branch_that_lost(seed):
+    disk, base = Disk(random.Random(seed)), state_of(torch.arange(10.0))
+    for samples in (50, 20):
+        newest = next_state(base, [base.vectors(10)], [Member("c", 1, samples)])
+        StateStore(disk.root() / "state").save(newest)
+    disk.crash(power=True)
+    assert load(StateStore(disk.root() / "state")).digest == newest.digest
 
 
 def test_older_states_of_a_branch_that_lost_go_with_it(tmp_path):

@@ -45,6 +45,8 @@ class Past:
         self._oldest: CommittedRound | None = None
         self._digest = ""
         self.moved(state.value)
+        self._told = {each.digest for each in self.earlier()}
+        """From the start on, by `Finality`."""
 
     async def serve(self) -> None:
         await self._streams.serve(PAST, self._answer)
@@ -58,7 +60,8 @@ class Past:
         self._digest = state.digest
 
     def _keep(self, rounds: Iterable[CommittedRound]) -> None:
-        self._known |= {each.digest: each for each in rounds}
+        for each in rounds:
+            self._known.setdefault(each.digest, each)
         while len(self._known) > _KEPT:
             del self._known[next(iter(self._known))]
 
@@ -71,12 +74,15 @@ class Past:
             newer, digest = each, each.parent
 
     def earlier(self) -> list[CommittedRound]:
-        """The last rounds before those that our header names, as far as our disk knows them, oldest first.
+        """The last rounds of our lineage before those whose members our header names, as far as our disk knows them, oldest first.
 
-        A peer that was cut off made eleven rounds alone, and lost power before they were final: its header names eight.
+        A peer that was cut off made eleven rounds alone, and lost power before they were final: its header names eight. There may be a gap:
+        it made twelve, and fetched round 30 of others who had gone on from there.
         """
-        before = self._from(self._oldest.parent) if self._oldest else ()
-        return [*itertools.islice(before, _MOST_EARLIER)][::-1]
+        header = self._state.value.header
+        older = (each for each in self._known.values() if each.round < header.round - len(header.ancestors))
+        ours = [each for each in older if (name := self._name(each.round)) and each.digest.startswith(name)]
+        return sorted(ours, key=lambda each: each.round)[-_MOST_EARLIER:]
 
     # ---------------------------------------------------------------- what we do not know
 
@@ -112,7 +118,7 @@ class Past:
                     return True  # our own state is another one meanwhile
                 if rounds := self._proven(before, await self._asked(peer, before.parent)):
                     self._keep(rounds)
-                    self._learned(rounds[::-1])
+                    self._learned([each for each in rounds[::-1] if each.digest not in self._told])
                     return True
         return False
 
@@ -122,9 +128,13 @@ class Past:
             return (await channel.receive(PastRounds, seconds=_SECONDS))[0].rounds
 
     def _proven(self, newer: CommittedRound, rounds: Iterable[CommittedRound]) -> list[CommittedRound]:
-        """Those that lead from `newer` backwards. Our header proves their digests; of the members only how many samples they had together."""
+        """Those that lead from `newer` backwards. Our header proves their digests; of the members only how many samples they had together.
+
+        So what we know already stays: other members may be a lie, and whoever made a round alone is the only one to know better.
+        """
         proven = []
-        for each in rounds:
+        for told in rounds:
+            each = self._known.get(told.digest, told)
             samples = newer.samples - sum(member.samples for member in newer.members)
             follows = (each.digest, each.round, each.samples) == (newer.parent, newer.round - 1, samples)
             names = self._name(each.round), self._name(each.round - 1)

@@ -20,15 +20,15 @@ _READ_BYTES = 1 << 20
 
 
 def read_rounds(path: Path) -> list[CommittedRound]:
-    """The last rounds in the file, the oldest first; none where it cannot be read."""
-    rounds = []
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - _READ_BYTES, 0))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                values = json.loads(line)
-                members = tuple(Member(*member) for member in values["members"])
-                rounds.append(CommittedRound(values["digest"], values["parent"], values["round"], values["samples"], members))
+    """The last rounds in the file, and in EARLIER while it is short, the oldest first; none where they cannot be read."""
+    rounds, data = [], _end_of(path, _READ_BYTES)
+    if len(data) < _READ_BYTES:
+        data = _end_of(path.with_name(EARLIER), _READ_BYTES - len(data)) + b"\n" + data
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            values = json.loads(line)
+            members = tuple(Member(*member) for member in values["members"])
+            rounds.append(CommittedRound(values["digest"], values["parent"], values["round"], values["samples"], members))
     return [each for each in rounds if each.round]
 
 
@@ -55,8 +55,19 @@ def write_round(path: Path, state: State, how: str, live_peers: int, peer: str, 
     }
     try:
         if path.exists() and path.stat().st_size > _MOST_BYTES:
+            files.flush(path)  # `flush_rounds` knows the new file only
             path.replace(path.with_name(EARLIER))
+        # A power cut or a full disk tears a line; glued to it, this one could not be read either.
+        begin = "" if _end_of(path, 1) in (b"", b"\n") else "\n"
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(begin + json.dumps(line) + "\n")
     except OSError as error:
         log.warning("could not write %s: %s", path, error.strerror)
+
+
+def _end_of(path: Path, most: int) -> bytes:
+    """Up to `most` bytes; none where there is no file, or it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - most, 0))
+        return file.read()
+    return b""

@@ -88,6 +88,8 @@ class StateStore:
         for old in there:
             if old not in kept:
                 old.unlink(missing_ok=True)
+        if len(ours) < len(there):  # a power cut would bring their names back, and `load` takes the most samples
+            files.flush(self.folder)
         return path
 
     def _older(self, behind: Sequence[Path]) -> list[Path]:
