@@ -275,6 +275,19 @@ def test_the_report_counts_long_captions_and_small_pictures_and_knows_one_from_m
     ]
 
 
+def test_the_report_can_be_printed_whatever_names_and_metadata_files_say(tmp_path):
+    folder = tmp_path / "data"
+    put(folder / "good.png", 1, "a caption")
+    put(folder / os.fsdecode(b"caf\xe9.gif"), 2, format="GIF")
+    (folder / "metadata.jsonl").write_text('{"file_name": "\\ud800.png", "text": "of nothing"}')
+    lines = list(report("data", ingest(folder, tmp_path / "work", workers=0), None))
+    assert lines[1:] == [
+        "  left out caf\\udce9.gif: a GIF: convert it to PNG or JPEG",
+        "  left out metadata.jsonl, line 1: there is no picture \\ud800.png",
+    ]
+    assert "\n".join(lines).encode()
+
+
 def as_an_older_version_left_it(work):
     """ingest.json had no format, and the source's identity was another."""
     state = json.loads((work / "ingest.json").read_text())
