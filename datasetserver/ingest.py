@@ -88,7 +88,9 @@ def ingest(
     old = None if dry and grow_from is None else ingested(work_dir)
     if old and not dry:
         finish(work_dir, old)
-        if old.source == identity or (old.older and frozen and grow_from is None):
+        # Of rows that are streamed the identity names options only: whether there are more is seen by reading them.
+        names_all = grow_from is None or isinstance(listing.pairs, Sequence)
+        if (names_all and old.source == identity) or (old.older and frozen and grow_from is None):
             return old
     if old and frozen and grow_from is None:
         raise _changed(source, listing, policy, shard_samples, old, work_dir)

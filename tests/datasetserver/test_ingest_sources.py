@@ -245,6 +245,19 @@ def test_a_stream_that_was_cut_off_goes_on(tmp_path, parquet):
     assert (again.digest, again.rejected) == (whole.digest, whole.rejected)
 
 
+def test_rows_that_were_added_to_a_dataset_are_trained_when_it_is_told_to_grow(tmp_path, parquet):
+    first = ingest(Hub(str(parquet)), tmp_path / "work", workers=0)
+    more = {"image": [{"bytes": picture(n), "path": None} for n in (30, 31)], "text": [["new"], ["newer"]], "more": [0, 0]}
+    added = sorted(write_parquet(tmp_path / "more", more, features_of_rows()).rglob("*.parquet"))
+    for number, path in enumerate(added):
+        path.rename(parquet / "data" / f"train-0000{2 + number}-of-00002.parquet")
+    assert ingest(Hub(str(parquet)), tmp_path / "work", workers=0, frozen=True).digest == first.digest, "nobody said that it has grown"
+    grown = ingest(Hub(str(parquet)), tmp_path / "work", workers=0, frozen=True, grow_from=3)
+    assert [(g.from_epoch, g.shards) for g in grown.manifest.generations] == [(0, 1), (3, 2)]
+    assert captions(tmp_path, grown) == sorted([*captions(tmp_path, first), "new", "newer"])
+    assert ingest(Hub(str(parquet)), tmp_path / "work", workers=0, frozen=True, grow_from=4).digest == grown.digest
+
+
 @pytest.mark.parametrize(
     ("change", "code", "says"),
     [
