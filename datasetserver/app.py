@@ -8,7 +8,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -164,14 +164,15 @@ async def post_lease(request: web.Request) -> web.Response:
 
 async def post_renew(request: web.Request) -> web.Response:
     service, asked = await for_run(request, protocol.RenewRequest)
-    await countersign(service)
-    extension, bans = service.extension(), list(service.bans.words[: protocol.BANS_TOLD])
 
-    def operation(book: Book) -> protocol.RenewAnswer:
+    def operation(book: Book) -> dict[str, Any]:
         book.renew(request.match_info["lease"], asked.peer)
-        return protocol.RenewAnswer(**_periods(book), state=book.state, extension=extension, bans=bans)
+        return {"state": book.state, **_periods(book)}
 
-    return answers.answer(await _told(request, asked.peer, operation))
+    told = await _told(request, asked.peer, operation)
+    await countersign(service)  # afterwards: it waits for the disk, and a lease may end meanwhile
+    bans = list(service.bans.words[: protocol.BANS_TOLD])
+    return answers.answer(protocol.RenewAnswer(**told, extension=service.extension(), bans=bans))
 
 
 async def post_member(request: web.Request) -> web.Response:

@@ -73,7 +73,9 @@ class Gate:
 
 
 def caller(request: web.Request) -> str:
-    return caller_address(request.remote, request.headers.get("X-Forwarded-For"))
+    # All lines of that name: HAProxy adds one of its own after those that the caller sent.
+    forwarded = [value for name, value in request.headers.items() if name.lower() == "x-forwarded-for"]
+    return caller_address(request.remote, ", ".join(forwarded))
 
 
 def holds_token(request: web.Request) -> bool:

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from datasetserver.cutting import SHARD_BYTES, Batches
 from datasetserver.kept import Kept, captions_in
 from datasetserver.loading import load_all
@@ -32,7 +34,7 @@ from datasetserver.prepared import (
 )
 from datasetserver.sources import Folder, Listing, Source, picture_of
 from swarm.captions import Faults
-from swarm.digest import canonical_json, digest_bytes, digest_json
+from swarm.digest import canonical_json, digest_bytes
 from swarm.errors import ExitCode, UserError
 from swarm.held_out import MOST_HELD_OUT, WHOLE, rank_of, refuse_own_share, unfit
 from swarm.picture_folder import Pair, nothing_in
@@ -88,7 +90,9 @@ def ingest(
     old = None if dry and grow_from is None else ingested(work_dir)
     if old and not dry:
         finish(work_dir, old)
-        if old.source == identity or (old.older and frozen and grow_from is None):
+        # Of rows that are streamed the identity names options only: whether there are more is seen by reading them.
+        names_all = grow_from is None or isinstance(listing.pairs, Sequence)
+        if (names_all and old.source == identity) or (old.older and frozen and grow_from is None):
             return old
     if old and frozen and grow_from is None:
         raise _changed(source, listing, policy, shard_samples, old, work_dir)
@@ -161,7 +165,10 @@ def _refuse_unfit(source: Source, policy: Policy, trained: Sequence[Shard], held
 
 def _identity(listing: Listing, policy: Policy, shard_samples: int) -> str:
     """Of what shards are made: another one gives others."""
-    return digest_json([FORMAT, shard_samples, SHARD_BYTES, policy.told(), listing.identity])
+    hasher = blake3(canonical_json([FORMAT, shard_samples, SHARD_BYTES, policy.told()]).removesuffix(b"]") + b",")
+    for piece in listing.identity():
+        hasher.update(piece)
+    return hasher.update(b"]").hexdigest()
 
 
 def _changed(source: Source, listing: Listing, policy: Policy, shard_samples: int, old: Ingested, work_dir: Path) -> UserError:

@@ -96,10 +96,13 @@ class Writer:
 class Ledger:
     """Runs operations on a `Book` one after the other in its own thread.
 
-    path: the SQLite file, on a local file system. run, make_book: see `Writer`.
+    path: the SQLite file, on a local file system. run, make_book: see `Writer`. clock: in seconds, the book's.
     """
 
-    def __init__(self, path: Path, *, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book]):
+    def __init__(
+        self, path: Path, *, run: RunConfig, make_book: Callable[[sqlite3.Connection], Book], clock: Callable[[], float] = time.monotonic
+    ):
+        self._clock = clock
         self._requests: queue.SimpleQueue[tuple[Callable[[Book], Any], asyncio.Future] | None] = queue.SimpleQueue()
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
         try:
@@ -115,8 +118,13 @@ class Ledger:
 
         Raises Refused as the operation does, and sqlite3.Error when the disk does not take it: then nothing has changed.
         """
-        future = asyncio.get_running_loop().create_future()
-        self._requests.put((operation, future))
+        future, at = asyncio.get_running_loop().create_future(), self._clock()
+
+        def arrived(book: Book) -> Result:
+            book.arrived(at)
+            return operation(book)
+
+        self._requests.put((arrived, future))
         return await future
 
     def close(self) -> None:

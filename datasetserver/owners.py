@@ -13,7 +13,7 @@ from datasetserver.store import Store
 NOBODY = ""
 """Another owner than any: stands behind what needs no second one."""
 MOST_IDS = 4096
-"""Of one owner, ever. Each new folder of a peer is one; the ledger remembers all of a token, and looks at them."""
+"""Of one owner, ever. Each new folder of a peer is one; the ledger remembers all, and looks at them."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,20 @@ class Sender:
 
 
 class Owners:
-    """Peers and their owners; the tokens' names are kept in the ledger, so that a restart frees no id."""
+    """Peers and their owners. The ledger keeps tokens' names and addresses: a restart frees no id, and makes no two owners one."""
 
     def __init__(self, store: Store):
         self._store, self._token_of = store, dict(store.tokens_of_peers())
         self._owner_of: dict[str, str] = {}
         self._peers_of: defaultdict[str, set[str]] = defaultdict(set)
+        addresses = dict(store.addresses_of_peers())
+        for peer, address in addresses.items():
+            if address:
+                self._set(peer, f"address {address}")
         for peer, token in self._token_of.items():
             self._set(peer, f"token {token}")
+        self._before = {*addresses, *store.contributors()} - self._owner_of.keys()
+        """Peers that have not spoken since the server began, and whose owner we do not know: on this machine, or in a ledger from before 0.1.1."""
 
     def admit(self, peer: str, sender: Sender) -> None:
         """`sender` speaks for `peer`. Refused (403) when another token did so before, and is still there, or when it spoke for MOST_IDS others.
@@ -53,6 +59,9 @@ class Owners:
                 raise Refused(403, "other_token", f"{peer} came with another token before.", fix)
             self._token_of[peer] = sender.token
             self._store.set_token_of_peer(peer, sender.token)
+        if not sender.token and self._owner_of.get(peer) != owner:
+            self._store.set_address_of_peer(peer, sender.address or "")
+        self._before.discard(peer)
         self._set(peer, owner)
 
     def of(self, peer: str) -> str:
@@ -60,14 +69,19 @@ class Owners:
         return self._owner_of.get(peer) or f"peer {peer}"
 
     def knows(self, peer: str) -> bool:
-        """Whether it ever spoke; of those without a token, since the server began."""
+        """Whether it ever spoke; of those without token and address, since the server began."""
         return peer in self._owner_of
 
     @property
     def one(self) -> bool:
-        """Whether all peers that ever spoke are one owner's; of addresses, those that spoke since the server began."""
-        owned = sum(map(len, self._peers_of.values()))
-        return sum(map(bool, self._peers_of.values())) + len(self._owner_of) - owned < 2
+        """Whether all peers that ever spoke are one owner's.
+
+        Those of `_before` count as one owner together, and as several until anybody speaks. Else one member alone could vouch for its own states
+        after a restart.
+        """
+        ownerless = len(self._owner_of) - sum(map(len, self._peers_of.values()))
+        owners = sum(map(bool, self._peers_of.values())) + max(ownerless, bool(self._before))
+        return owners < 2 and (bool(self._owner_of) or len(self._before) < 2)
 
     def total(self, peer: str, amounts: Mapping[str, int]) -> int:
         """The sum of `amounts`, by peer, over all peers of the owner of `peer`: ids cost nothing, so it may have 100,000 that hold nothing."""

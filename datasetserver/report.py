@@ -1,6 +1,5 @@
 """What a host is told of its dataset once it was checked."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,8 @@ def report(source: object, data: Ingested, tables: Path | None, masks: bool = Fa
     if data.older:
         yield "  an older version of this program made these shards, and the run keeps them; --grow adds what is new in the dataset"
     for name, reason in data.rejected[:_LISTED]:
-        yield f"  left out {os.fsencode(name).decode(errors='backslashreplace')}: {reason}"
+        # The reason may quote what a file says, as a name in a metadata file; a terminal takes no half of a surrogate pair.
+        yield f"  left out {name}: {reason}".encode(errors="backslashreplace").decode()
     if len(data.rejected) > _LISTED:
         rest = f"; all of them are in {tables / 'rejected.csv'}" if tables else ""
         yield f"  ... and {len(data.rejected) - _LISTED} more{rest}"

@@ -171,7 +171,7 @@ async def progress_of(service: Service) -> protocol.Progress:
         resolution=service.run.resolution,
         model=shown_model(service.run.model),
         method=service.run.method,
-        waiting_samples=sum(peer.waiting_samples for peer in peers),
+        waiting_samples=min(sum(peer.waiting_samples for peer in peers), protocol.MAX_COUNT),  # each peer's own word
         samples_per_second=sum(peer.samples_per_second for peer in peers),
         loss=mean_loss((peer.loss, peer.samples_per_second) for peer in peers),
         peers=peers,

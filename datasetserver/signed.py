@@ -24,19 +24,31 @@ MOST_REMEMBERED = 200_000
 _SIGN = "Sign it with that peer's key, as docs/http.md describes; dd-peer of this version does."
 
 
+def steady() -> Callable[[], float]:
+    """UNIX seconds that only go forward: those of this call, and what has passed since.
+
+    A wall clock that is put back by an hour would refuse each request for an hour, as signed before the start; or let copies of that hour in. A peer
+    whose clock differs from this one is told so, and signs again.
+    """
+    ahead = time.time() - time.monotonic()
+    return lambda: time.monotonic() + ahead
+
+
 class Signatures:
-    """clock: UNIX seconds. What was signed before this was made is refused, so that a restart forgets nothing that could be replayed.
+    """clock: UNIX seconds, which never go back; None: `steady`. What was signed before this was made is refused, so that a restart forgets nothing that
+    could be replayed.
 
     verify(peer, statement, key, signature) raises BadSignature.
     """
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         most: int = MOST_REMEMBERED,
         verify: Callable[[str, bytes, str, str], None] = check_statement,
     ):
-        self._clock, self._most, self._since, self._verify = clock, most, clock(), verify
+        self._clock, self._most, self._verify = clock or steady(), most, verify
+        self._since = self._clock()
         self._seen: dict[int, float] = {}
 
     def check(self, peer: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> None:

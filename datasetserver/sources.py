@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from blake3 import blake3
 
 from swarm.captions import CAPTION_COLUMNS, Captions, Faults
 from swarm.dataset_rows import HubDataset
-from swarm.digest import digest_bytes
+from swarm.digest import canonical_json, digest_bytes
 from swarm.picture_file import BadSample
 from swarm.picture_folder import Pair, Piece
 from swarm.subsets import list_dataset
@@ -23,12 +24,13 @@ _AGAIN = re.compile(r"#\d+$")
 
 @dataclass(frozen=True)
 class Listing:
-    """The pairs of a source, in the order in which they become samples. identity: JSON that changes when the source does.
+    """The pairs of a source, in the order in which they become samples.
 
+    identity: gives canonical JSON that changes when the source does, in pieces: of ten million pictures it has about 2 GB.
     faults: grows while the pairs are gone through. count: how many pairs there are, where that is known.
     """
 
-    identity: Any
+    identity: Callable[[], Iterable[bytes]]
     pairs: Iterable[Pair]
     faults: Faults
     count: int | None = None
@@ -58,11 +60,10 @@ class Folder:
     def list(self) -> Listing:
         faults: Faults = []
         listed = list_dataset(self.path, faults, self.column, self.masks, self.without)
-        pairs = [replace(pair, name=name) for pair in listed for name in _repeated(pair)]
+        pairs = [*listed, *(replace(pair, name=name) for pair in listed for name in _repeated(pair))]
         pairs.sort(key=lambda pair: pair.name)
         tars = sorted({pair.image.path for pair in pairs if isinstance(pair.image, Piece)})
-        identity = [[_fingerprint(pair) for pair in pairs], [_version(tar) for tar in tars]]
-        return Listing(identity, _in_random_order(pairs), faults, len(pairs))
+        return Listing(partial(_identity, pairs, tars), _in_random_order(pairs), faults, len(pairs))
 
 
 class Hub(HubDataset):
@@ -71,7 +72,7 @@ class Hub(HubDataset):
     def list(self) -> Listing:
         """Nothing is fetched before the first pair is asked for. Going through the pairs raises UserError as soon as a row cannot be had."""
         faults: Faults = []
-        return Listing({"hub": asdict(self)}, self._pairs(faults), faults, self.max_samples or None)
+        return Listing(lambda: [canonical_json({"hub": asdict(self)})], self._pairs(faults), faults, self.max_samples or None)
 
     def _pairs(self, faults: Faults) -> Iterator[Pair]:
         window: list[Pair] = []
@@ -97,9 +98,9 @@ def picture_of(name: str) -> str:
     return _AGAIN.sub("", name)
 
 
-def _repeated(pair: Pair) -> list[str]:
-    """A name for each time that a picture comes in an epoch: `name`, `name#2`, `name#3`, ..."""
-    return [pair.name, *(f"{pair.name}#{number}" for number in range(2, pair.repeats + 1))]
+def _repeated(pair: Pair) -> Iterator[str]:
+    """A name for each further time that a picture comes in an epoch: `name#2`, `name#3`, ..."""
+    return (f"{pair.name}#{number}" for number in range(2, pair.repeats + 1))
 
 
 def _in_random_order(pairs: Sequence[Pair]) -> list[Pair]:
@@ -108,6 +109,13 @@ def _in_random_order(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 # -- has it changed?
+
+
+def _identity(pairs: Iterable[Pair], tars: Iterable[Path]) -> Iterator[bytes]:
+    yield b"[["
+    for place, pair in enumerate(pairs):
+        yield b"," * bool(place) + canonical_json(_fingerprint(pair))
+    yield b"]," + canonical_json([_version(tar) for tar in tars]) + b"]"
 
 
 def _fingerprint(pair: Pair) -> list:

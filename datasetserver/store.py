@@ -28,6 +28,7 @@ CREATE TABLE IF NOT EXISTS countersigned (name TEXT PRIMARY KEY, digest TEXT) WI
 CREATE TABLE IF NOT EXISTS wrong_state
     (accused TEXT, owner TEXT, digest TEXT, round INT, why_left TEXT, PRIMARY KEY (accused, owner)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS peer_token (peer TEXT PRIMARY KEY, token TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS peer_address (peer TEXT PRIMARY KEY, address TEXT) WITHOUT ROWID;
 """
 
 
@@ -44,6 +45,7 @@ _KEYS = {
     "countersigned": (0,),
     "wrong_state": (0, 1),
     "peer_token": (0,),
+    "peer_address": (0,),
 }
 """Where in a table's row its primary key is."""
 _ROWS = 500  # in one statement; SQLite takes 32,766 values
@@ -179,13 +181,24 @@ class Store:
     def set_wrong_state(self, accused: str, owner: str, digest: str, number: int, why_left: str) -> None:
         self._put("wrong_state", accused, owner, digest, number, why_left)
 
-    # -- whose token a peer came with first
+    # -- who answers for a peer
 
     def tokens_of_peers(self) -> Iterator[tuple[str, str]]:
         yield from self._db.execute("SELECT peer, token FROM peer_token")
 
     def set_token_of_peer(self, peer: str, token: str) -> None:
         self._put("peer_token", peer, token)
+
+    def addresses_of_peers(self) -> Iterator[tuple[str, str]]:
+        """From where each peer called last without a token; '' for this machine. Versions before 0.1.1 wrote none."""
+        yield from self._db.execute("SELECT peer, address FROM peer_address")
+
+    def set_address_of_peer(self, peer: str, address: str) -> None:
+        self._put("peer_address", peer, address)
+
+    def contributors(self) -> set[str]:
+        """All peers that ever registered a contribution."""
+        return {peer for (peer,) in self._db.execute("SELECT DISTINCT peer FROM contribution")}
 
     def _pack(self, uid: ShardEpochId, mask: int) -> bytes:
         return mask.to_bytes((self._shards[uid[1]] + 7) // 8, "little")

@@ -86,10 +86,15 @@ def replace(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write a file so that it is there in whole or not at all, durably. mode: less the umask. Raises OSError, and leaves what was there."""
     part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
     part.unlink(missing_ok=True)
-    with create(part, mode) as file:
-        file.write(data)
-        sync(file)
-    part.replace(path)
+    try:
+        with create(part, mode) as file:
+            file.write(data)
+            sync(file)
+        part.replace(path)
+    except BaseException:  # a part of 48 MiB would keep the last of a full disk's space from everything else
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
     flush(path.parent)
 
 

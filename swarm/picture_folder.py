@@ -26,6 +26,8 @@ _OTHER_PICTURES = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl")
 _NAMED_FAULTS = 5
 # Kohya's folders repeat what is in them; four digits begin a year more often than they count repeats.
 _REPEATED = re.compile(r"(\d{1,3})_(.+)")
+_OF_A_SERVER = {"ingest.json", "ledger.sqlite"}
+"""Files of a server's work folder. Its tars hold the dataset's own pictures, once more."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def list_folder(
 
     column: of metadata files, with the captions. faults: gets what is no picture: links that lead out of the folder, lines of metadata files
     that cannot be used or name no picture, captions without a picture, pictures of other formats, and what is wrong with tars.
+    A server's work folder, and a folder that cannot be read, are faults, too.
     masks: X.mask.png beside a picture X is its mask, and no picture. without: folders below `folder` that are left out, with links followed.
     Raises UserError when the folder is missing or has no picture.
     """
@@ -97,7 +100,7 @@ def list_folder(
         raise UserError(f"There is no folder {folder}.", fix="Check the path: a folder of pictures, each with a .txt beside it.")
     pairs: list[Pair] = []
     rows: dict[str, Row] = {}
-    for place, names in _walk(folder, without):
+    for place, names in _walk(folder, without, faults):
         taken = [name for name in names if not _is_ours(name) or _may_be_read(folder, place / name, faults)]
         for name in METADATA:
             if name in taken and (place / name).is_file():  # reading a pipe would wait for ever
@@ -147,10 +150,18 @@ def _name(folder: Path, path: Path) -> str:
     return path.relative_to(folder).as_posix()
 
 
-def _walk(folder: Path, without: Collection[Path]) -> Iterator[tuple[Path, list[str]]]:
+def _walk(folder: Path, without: Collection[Path], faults: Faults) -> Iterator[tuple[Path, list[str]]]:
     """Each folder with its files, those above before those in them."""
+
+    def cannot(error: OSError) -> None:
+        faults.append((_name(folder, Path(error.filename)), f"a folder that cannot be read: {error.strerror}"))
+
     real = folder.resolve() if without else folder  # links within are not followed
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in os.walk(folder, onerror=cannot):
+        if Path(root) != folder and not _OF_A_SERVER.isdisjoint(files):
+            faults.append((_name(folder, Path(root)), "the work folder of a dd-datasetserver"))
+            folders.clear()
+            continue
         below = real / os.path.relpath(root, folder)
         folders[:] = sorted(name for name in folders if not name.startswith(".") and below / name not in without)
         yield Path(root), sorted(name for name in files if not name.startswith("."))

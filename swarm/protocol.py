@@ -32,7 +32,7 @@ MAX_SHARD_SAMPLES = 1_000_000
 MAX_GENERATIONS = 1000
 MAX_CAPTION_BYTES = 64 << 10  # UTF-8, of a sample of a shard
 MAX_RUN_BYTES = 2048  # a run's configuration as JSON: with its head it must fit in one record of the DHT
-_MAX_COUNT = 2**53  # exact in every JSON reader
+MAX_COUNT = 2**53  # exact in every JSON reader
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Signature = Annotated[str, StringConstraints(pattern=rf"^({SIGNATURE})?$")]
@@ -41,8 +41,8 @@ LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 PeerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 SampleKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}:[0-9]{1,9}:[0-9]{1,9}$")]
 Maddr = Annotated[str, StringConstraints(min_length=1, max_length=512, pattern=r"^/[!-~]+$")]
-Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
-Positive = Annotated[int, Field(ge=1, le=_MAX_COUNT)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Time = Annotated[float, Field(ge=0, le=1e11)]
 """UNIX seconds, up to the year 5138: later ones have no date in every C library."""
@@ -202,7 +202,7 @@ class RunAnswer(Message):
 RunValue = (  # None: an option that was left to whoever reads the model
     None
     | bool
-    | Annotated[int, Field(ge=-_MAX_COUNT, le=_MAX_COUNT)]
+    | Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)]
     | Number
     | Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
 )

@@ -18,7 +18,7 @@ from peer.contracts import SourceContext
 from peer.data import directory
 from peer.data.shards import read_shard
 from peer.samples.decoding import choose_caption
-from swarm.digest import digest_json
+from swarm.digest import digest_bytes
 from swarm.run_config import RunConfig
 
 
@@ -207,14 +207,18 @@ def unchanging(folder):
     return folder
 
 
+def said_by(listing):
+    return digest_bytes(b"".join(listing.identity()))
+
+
 def test_a_folders_and_a_datasets_identity_is_what_it_was(tmp_path):
     listing = Folder(unchanging(tmp_path / "data")).list()
-    assert digest_json(listing.identity) == "870e6bea99d305ad4bc3827cb207c1d64a9a9f804e869b0a84bcea2b6c74aa77"
+    assert said_by(listing) == "870e6bea99d305ad4bc3827cb207c1d64a9a9f804e869b0a84bcea2b6c74aa77"
     assert [pair.name for pair in listing.pairs] == [
         "a.png", "3_sks dog/c.webp", "x.tar/f.png", "b.JPG", "3_sks dog/d.bmp#3", "3_sks dog/d.bmp#2", "sub/e.png", "3_sks dog/c.webp#2",
         "3_sks dog/c.webp#3", "x.tar/g.jpg", "3_sks dog/d.bmp",
     ]  # fmt: skip
-    assert digest_json(Hub("u/p", max_samples=5).list().identity) == "50cb4a2995901387822b2e9de3466abea087fef60a0861960c1d3fade59f4a23"
+    assert said_by(Hub("u/p", max_samples=5).list()) == "50cb4a2995901387822b2e9de3466abea087fef60a0861960c1d3fade59f4a23"
 
 
 def test_a_peer_that_resumes_alone_finds_its_pictures_in_the_order_of_before(tmp_path):
@@ -273,6 +277,19 @@ def test_the_report_counts_long_captions_and_small_pictures_and_knows_one_from_m
     assert ingest(folder, tmp_path / "large", workers=0, resolution=16).notes == [
         note for note in result.notes if "tokens" in note[1]
     ]
+
+
+def test_the_report_can_be_printed_whatever_names_and_metadata_files_say(tmp_path):
+    folder = tmp_path / "data"
+    put(folder / "good.png", 1, "a caption")
+    put(folder / os.fsdecode(b"caf\xe9.gif"), 2, format="GIF")
+    (folder / "metadata.jsonl").write_text('{"file_name": "\\ud800.png", "text": "of nothing"}')
+    lines = list(report("data", ingest(folder, tmp_path / "work", workers=0), None))
+    assert lines[1:] == [
+        "  left out caf\\udce9.gif: a GIF: convert it to PNG or JPEG",
+        "  left out metadata.jsonl, line 1: there is no picture \\ud800.png",
+    ]
+    assert "\n".join(lines).encode()
 
 
 def as_an_older_version_left_it(work):

@@ -12,15 +12,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
 import uvloop
 from aiohttp import web
+from multidict import CIMultiDict
 from PIL import Image
 
 from datasetserver.__main__ import cli
 from datasetserver.connections import AT_ONCE_OF_ONE, Open, accept, drain
+from datasetserver.gate import caller
 from datasetserver.metrics import Metrics
 from datasetserver.tokens import add, remove
 from swarm.errors import ExitCode, UserError
@@ -368,6 +371,13 @@ def test_a_handler_that_is_cancelled_counts_as_left_by_its_client():
     with pytest.raises(asyncio.CancelledError), metrics.watch("/v1/run", "GET"):
         raise asyncio.CancelledError
     assert b'status="499"' in metrics.text(peers=0, progress=None)
+
+
+def test_of_several_lines_that_name_the_caller_the_last_counts():
+    """The first is the caller's own, as if it were on this machine, which has no limits; HAProxy adds a second."""
+    lines = CIMultiDict([("X-Forwarded-For", "127.0.0.1"), ("x-forwarded-for", "127.0.0.1, 198.51.100.7")])
+    assert caller(SimpleNamespace(remote="127.0.0.1", headers=lines)) == "198.51.100.7"
+    assert caller(SimpleNamespace(remote="127.0.0.1", headers=CIMultiDict())) == "127.0.0.1"
 
 
 def test_a_proxy_that_does_not_say_whom_it_speaks_for_is_pointed_out_once(serve):

@@ -368,6 +368,40 @@ def test_the_server_countersigns_what_two_owners_stand_behind_and_never_two_bran
     assert restarted.countersign() == larger.digest, "the host's word ended the first branch"
 
 
+@pytest.mark.parametrize(("address", "older"), [("192.0.2.1", False), (None, False), ("192.0.2.1", True)])
+def test_after_a_restart_no_member_alone_vouches_for_its_own_state_where_no_token_is_asked_for(db, book, address, older):
+    """older: the ledger is of a version that kept no addresses."""
+    book.admit("alice", Sender(address=address))
+    book.admit("mallory", Sender(address="198.51.100.1"))
+    made = [book.contribute(peer, 1, leased(book, peer, SHARD)) for peer in ("alice", "mallory")]
+    first = settle_as(book, "alice", ("alice", 1, made[0].samples))
+    book.add_final(again(first), "mallory")
+    own = settle_as(book, "mallory", ("mallory", 1, made[1].samples))
+    assert book.tree.head is own and book.countersign() == first.digest
+    book.save()
+    if older:
+        db.execute("DELETE FROM peer_address")
+    restarted = open_book(db)
+    assert restarted.tree.head.digest == own.digest and restarted.countersign() == first.digest
+    restarted.admit("mallory", Sender(address="198.51.100.1"))
+    more = restarted.contribute("mallory", 2, leased(restarted, "mallory", SHARD))
+    settle_as(restarted, "mallory", ("mallory", 2, more.samples))
+    assert restarted.countersign() == first.digest
+    restarted.admit("alice", Sender(address=address))
+    restarted.add_final(again(restarted.tree.head), "alice")
+    assert restarted.countersign() == restarted.tree.head.digest
+
+
+def test_two_ids_of_one_address_are_one_witness_also_after_a_restart(db, book):
+    for peer, address in (("alice", "192.0.2.1"), ("mallory", "198.51.100.1"), ("her other id", "198.51.100.1")):
+        book.admit(peer, Sender(address=address))
+    mine = book.contribute("mallory", 1, leased(book, "mallory", SHARD))
+    own = settle_as(book, "mallory", ("mallory", 1, mine.samples))
+    book.add_final(again(own), "her other id")
+    book.save()
+    assert book.countersign() == open_book(db).countersign() == ""
+
+
 def test_what_is_countersigned_goes_on_along_its_branch(book):
     alice, *_ = of_one_token(book, 2)
     for number in (1, 2, 3):

@@ -5,6 +5,7 @@ import io
 import os
 import struct
 import tarfile
+import tracemalloc
 import zlib
 
 import pytest
@@ -12,13 +13,15 @@ from PIL import Image
 from pydantic import ValidationError
 
 from datasetserver import loading
-from datasetserver.ingest import Policy, ingest
+from datasetserver.cutting import SHARD_BYTES
+from datasetserver.ingest import Policy, _identity, ingest
 from datasetserver.pictures import normalise
-from datasetserver.prepared import shard_path
-from swarm.digest import canonical_json, digest_bytes
+from datasetserver.prepared import FORMAT, shard_path
+from datasetserver.sources import Folder
+from swarm.digest import canonical_json, digest_bytes, digest_json
 from swarm.errors import UserError
 from swarm.picture_file import BadSample
-from swarm.picture_folder import list_folder
+from swarm.picture_folder import Pair, list_folder
 from swarm.protocol import Manifest
 from tests.datasetserver.crashing import crash_or_load
 from tests.datasetserver.hosting import until, write_dataset
@@ -78,6 +81,23 @@ def test_nothing_is_done_again_until_the_folder_changes(tmp_path):
     assert changed.fresh and changed.digest != first.digest
     shard_path(tmp_path / "work", changed.manifest.shards[0].digest).unlink()
     assert ingest(folder, tmp_path / "work", workers=0).fresh
+
+
+def test_that_a_dataset_is_unchanged_is_seen_without_another_copy_of_all_its_names(tmp_path, monkeypatch):
+    """Of ten million pictures the copies took 13 GB: 608 bytes for each pair, and 708 for what it said."""
+    count = 5_000
+    pairs = [Pair(f"{number:05d}.png", tmp_path / f"{number:05d}.png", tmp_path / f"{number:05d}.txt") for number in range(count)]
+    monkeypatch.setattr("datasetserver.sources.list_dataset", lambda *_: pairs)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        identity = _identity(Folder(tmp_path).list(), Policy(), 256)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    said = [[[pair.name.encode().hex(), None, None, ""] for pair in pairs], []]
+    assert identity == digest_json([FORMAT, 256, SHARD_BYTES, Policy().told(), said])
+    assert peak < 300 * count
 
 
 def test_bad_files_are_left_out_and_listed_and_stop_nothing(tmp_path):

@@ -1,5 +1,6 @@
 """Samples out of WebDataset tars and out of `datasets`: the same checks, names and digests as for a folder."""
 
+import errno
 import io
 import os
 import tarfile
@@ -149,6 +150,29 @@ def test_a_damaged_tar_gives_what_it_has_before_the_damage(tmp_path, damage, lef
     assert [name for name, reason in result.rejected if "damaged" in reason] == ["x.tar"]
 
 
+@pytest.mark.parametrize("mark", ["ingest.json", "ledger.sqlite"])
+def test_an_earlier_work_folder_within_the_dataset_is_left_out_and_listed(tmp_path, mark):
+    folder = write_dataset(tmp_path / "data", 3)
+    earlier = ingest(folder, folder / "work", workers=0)
+    (folder / "work" / "ingest.json").rename(folder / "work" / mark)
+    result = ingest(folder, tmp_path / "other", workers=0)
+    assert result.digest == earlier.digest and result.rejected == [("work", "the work folder of a dd-datasetserver")]
+
+
+def test_a_folder_within_the_dataset_that_cannot_be_read_is_listed(tmp_path, monkeypatch):
+    folder = write_dataset(tmp_path / "data", 3)
+    write_dataset(folder / "closed", 2)
+
+    def scan(path, scandir=os.scandir):
+        if path == str(folder / "closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    result = ingest(folder, tmp_path / "work", workers=0)
+    assert result.manifest.total == 3 and result.rejected == [("closed", "a folder that cannot be read: Permission denied")]
+
+
 def test_compressed_tars_and_links_out_of_the_folder_are_named_in_the_report(tmp_path):
     folder = write_dataset(tmp_path / "data", 1)
     (folder / "x.tar.gz").write_bytes(b"")
@@ -184,10 +208,13 @@ def parquet(tmp_path, monkeypatch):
     images[3], images[4], images[5] = None, {"bytes": None, "path": "/etc/hostname"}, {"bytes": b"no picture", "path": None}
     texts = [[f"picture {n}"] for n in range(20)]
     texts[6], texts[7] = [], ["first", "second"]
-    features = datasets.Features(
-        {"image": datasets.Image(), "text": datasets.List(datasets.Value("string")), "more": datasets.Value("int64")}
-    )
-    return write_parquet(tmp_path / "hub", {"image": images, "text": texts, "more": list(range(20))}, features)
+    return write_parquet(tmp_path / "hub", {"image": images, "text": texts, "more": list(range(20))}, features_of_rows())
+
+
+def features_of_rows():
+    import datasets
+
+    return datasets.Features({"image": datasets.Image(), "text": datasets.List(datasets.Value("string")), "more": datasets.Value("int64")})
 
 
 def test_rows_of_a_dataset_are_streamed_checked_and_named_by_their_numbers(tmp_path, parquet, forked_decoders):
@@ -216,6 +243,19 @@ def test_a_stream_that_was_cut_off_goes_on(tmp_path, parquet):
         ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4, show=cut)
     again = ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4)
     assert (again.digest, again.rejected) == (whole.digest, whole.rejected)
+
+
+def test_rows_that_were_added_to_a_dataset_are_trained_when_it_is_told_to_grow(tmp_path, parquet):
+    first = ingest(Hub(str(parquet)), tmp_path / "work", workers=0)
+    more = {"image": [{"bytes": picture(n), "path": None} for n in (30, 31)], "text": [["new"], ["newer"]], "more": [0, 0]}
+    added = sorted(write_parquet(tmp_path / "more", more, features_of_rows()).rglob("*.parquet"))
+    for number, path in enumerate(added):
+        path.rename(parquet / "data" / f"train-0000{2 + number}-of-00002.parquet")
+    assert ingest(Hub(str(parquet)), tmp_path / "work", workers=0, frozen=True).digest == first.digest, "nobody said that it has grown"
+    grown = ingest(Hub(str(parquet)), tmp_path / "work", workers=0, frozen=True, grow_from=3)
+    assert [(g.from_epoch, g.shards) for g in grown.manifest.generations] == [(0, 1), (3, 2)]
+    assert captions(tmp_path, grown) == sorted([*captions(tmp_path, first), "new", "newer"])
+    assert ingest(Hub(str(parquet)), tmp_path / "work", workers=0, frozen=True, grow_from=4).digest == grown.digest
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 import sqlite3
+import threading
 import time
 
 import pytest
@@ -84,6 +85,39 @@ def test_a_refusal_does_not_touch_those_it_was_asked_with(tmp_path):
         )
         assert isinstance(answers[1], Refused) and answers[0].lease_id != answers[2].lease_id
         assert (await totals(ledger))["leased"] == 128
+        ledger.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_renewal_that_came_in_time_keeps_its_lease_also_when_the_disk_hung_for_longer_than_a_lease_lasts(tmp_path):
+    async def scenario():
+        now, hangs = [0.0], threading.Event()
+
+        def at(seconds, operation):
+            now[0] = seconds
+            return asyncio.ensure_future(ledger.call(operation))
+
+        ledger = Ledger(
+            tmp_path / "ledger.sqlite", run=RunConfig(), clock=lambda: now[0],
+            make_book=lambda db: Book(db, shards=[64] * 500, seed=1, lease_seconds=60, clock=lambda: now[0]),
+        )  # fmt: skip
+        grants = [await lease(ledger, peer) for peer in ("alice", "bob")]
+        asked = []
+        for seconds, operation in [
+            (10, lambda book: hangs.wait(20)),
+            (20, lambda book: book.lease("carol", 64)),
+            (50, lambda book: book.renew(grants[0].lease_id, "alice")),
+            (100, lambda book: book.lease("dave", 64)),
+        ]:
+            asked.append(at(seconds, operation))
+            await asyncio.sleep(0)
+        hangs.set()
+        _, carols, _, daves = await asyncio.gather(*asked)
+        assert daves.shard_epochs == grants[1].shard_epochs, "bob did not renew"
+        now[0] = 159.0
+        for grant, peer in ((grants[0], "alice"), (carols, "carol")):
+            await ledger.call(lambda book, grant=grant, peer=peer: book.renew(grant.lease_id, peer))
         ledger.close()
 
     asyncio.run(scenario())

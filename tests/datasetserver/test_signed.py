@@ -1,5 +1,7 @@
 """Signatures of requests, with clocks passed in: near in time, once each, and no more remembered than there is room for."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from datasetserver.refused import Refused
@@ -60,6 +62,26 @@ def test_a_restart_takes_nothing_from_before(clock, ask):
     clock.now += 0.5
     with refusal("clock_differs"):
         ask(Signatures(clock), None, before)
+
+
+@pytest.mark.parametrize("jump", [-3600, 3600])
+def test_a_wall_clock_that_is_set_refuses_nobody_for_long_and_lets_no_copy_in(clock, ask, monkeypatch, jump):
+    ticks = Clock()
+    monkeypatch.setattr("datasetserver.signed.time", SimpleNamespace(time=clock, monotonic=ticks))
+    signatures = Signatures(most=2)
+    first = ask(signatures, Signer(key("alice"), clock))
+    clock.now += jump
+    signer = Signer(key("alice"), clock)
+    with refusal("clock_differs") as refused:
+        ask(signatures, signer)
+    assert signer.learn(refused.value.headers)
+    for _ in range(5):
+        ticks.now += 3 * WINDOW_SECONDS
+        clock.now += 3 * WINDOW_SECONDS
+        ask(signatures, signer)
+    clock.now = 1e9
+    with refusal("clock_differs"):
+        ask(signatures, None, first)
 
 
 @pytest.mark.parametrize("off", [-1e8, -WINDOW_SECONDS - 1, WINDOW_SECONDS + 1, 1e8])
