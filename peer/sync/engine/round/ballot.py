@@ -33,10 +33,10 @@ class Ballot:
     """Those whose work is in our state; nobody where all have a say. Whoever made our state wrote that list: who believed the one believes the other."""
     left_behind: bool = False
     """Whether our state has been `deserted` for DESERTED_SECONDS: no more of them will agree on what comes after it."""
-    needs_more: bool = False
-    """Whether no state is right that has fewer samples than ours."""
     certified: bool = False
     """Whether the voters are those whose state has a certificate (certificate.py): whom we have not met, and nobody outvotes by being live."""
+    needs_more: bool = False
+    """Whether no state is right that has fewer samples than ours."""
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
