@@ -341,20 +341,24 @@ def build_occasions(
     ).measure
 
     def checkpoint(step: int) -> None:
+        """All ranks call it: where one of 14 GB takes a slow disk 10 minutes, the group would take rank 0 for lost."""
         trainer.checkpoint()
+        launch.group.barrier()
 
     every = Every.of(peer, run, launch.group.world)
     if launch.device.type == "xla":
         every = dataclasses.replace(every, held_out=0)
     if every.held_out_share:
         measure = seldom(measure, every.held_out_share, agree=launch.group.broadcast_object)
+    if every.checkpoint_share:
+        checkpoint = seldom(checkpoint, every.checkpoint_share, agree=launch.group.broadcast_object)
     return Occasions(
         [
             *([Occasion(1, average.follow)] if average else []),
             Occasion(every.validation, validation.draw),
             Occasion(every.held_out, measure),
             Occasion(peer.save_steps, results.save),
-            Occasion(every.checkpoint, seldom(checkpoint, every.checkpoint_share) if every.checkpoint_share else checkpoint, at_end=False),
+            Occasion(every.checkpoint, checkpoint, at_end=False),
         ]
     )
 
