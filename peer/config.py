@@ -220,7 +220,7 @@ class PeerConfig:
     safe_serialization: bool = option(
         True, "Of a new word: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."
     )
-    push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub at the end; the token is checked at the start.")
+    push_to_hub: bool = option(False, "Upload the result to the Hugging Face Hub when training has ended; the token is checked at the start.")
     hub_model_id: str = option("", "Repository for --push_to_hub, such as owner/name; default: the name of --output_dir.")
     hub_token: str = option(
         "", "Token for the Hub; other users of this machine see flags, not the variable HF_TOKEN.", aliases=("hf_token",)

@@ -370,7 +370,10 @@ class Source(Protocol):
     """Where samples come from. A module of peer/data offers `build(context: SourceContext) -> Source`."""
 
     def __iter__(self) -> Iterator[Sample]:
-        """Samples until the data or the run ends; blocks while the source has none, and wakes up when closed."""
+        """Samples until the data or the run ends; blocks while the source has none, and wakes up when closed.
+
+        Asked anew behind its end, it yields what was given back since.
+        """
         ...
 
     def held_out(self) -> Sequence[Sample] | None:

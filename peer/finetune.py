@@ -112,10 +112,13 @@ def _train(peer: PeerConfig, given: dict) -> int:
             log.warning("nothing is exported: this peer never had a state of the run, and the base model alone is not a result")
         group.barrier()
         if repository and trainer.has_learned:
-            from peer.results.hub import push
+            from peer.results.hub import by_hand, push
 
-            alive("uploading")
-            push(folder, repository, peer.hub_token)
+            if ended:
+                alive("uploading")
+                push(folder, repository, peer.hub_token)
+            else:
+                log.warning("not uploaded, because training was stopped before its end; to upload it: %s", by_hand(folder, repository))
     return ExitCode.OK
 
 

@@ -30,7 +30,7 @@ from peer.loop.ema import Ema
 from peer.loop.fused import FusedStep
 from peer.loop.occasions import Occasion, Occasions, seldom
 from peer.loop.optim import told
-from peer.loop.rounding import innermost, keep_in_bf16
+from peer.loop.rounding import innermost, keep_in_bf16, moments_for
 from peer.loop.schedule import build_schedule
 from peer.loop.train import Trainer
 from peer.machine.compiling import Compiled
@@ -341,20 +341,24 @@ def build_occasions(
     ).measure
 
     def checkpoint(step: int) -> None:
+        """All ranks call it: where one of 14 GB takes a slow disk 10 minutes, the group would take rank 0 for lost."""
         trainer.checkpoint()
+        launch.group.barrier()
 
     every = Every.of(peer, run, launch.group.world)
     if launch.device.type == "xla":
         every = dataclasses.replace(every, held_out=0)
     if every.held_out_share:
         measure = seldom(measure, every.held_out_share, agree=launch.group.broadcast_object)
+    if every.checkpoint_share:
+        checkpoint = seldom(checkpoint, every.checkpoint_share, agree=launch.group.broadcast_object)
     return Occasions(
         [
             *([Occasion(1, average.follow)] if average else []),
             Occasion(every.validation, validation.draw),
             Occasion(every.held_out, measure),
             Occasion(peer.save_steps, results.save),
-            Occasion(every.checkpoint, seldom(checkpoint, every.checkpoint_share) if every.checkpoint_share else checkpoint, at_end=False),
+            Occasion(every.checkpoint, checkpoint, at_end=False),
         ]
     )
 
@@ -376,12 +380,35 @@ def resume(trainer: Trainer, launch: Launch) -> None:
         return
     of_run = launch.run if launch.peer.swarming else None
     found = build_checkpoints(launch, trainer.optimizer).asked_for(wanted, of_run) if launch.group.is_main else None
+    if found:
+        begin_other_data(trainer, found[1], found[0])
     average = found[1].pop("average", None) if found else None  # rank 0 alone keeps one
     state = launch.group.broadcast_state(found[1] if found else None)
     if state is None:
         if wanted != "auto":
             log.info("no checkpoint to resume from yet; starting from the base model")
         return
-    trainer.load_state_dict({**state, "average": average})
+    trainer.load_state_dict({**state, "optimizer": moments_for(trainer.optimizer, state["optimizer"]), "average": average})
     if found:
         log.info("resumed checkpoint=%s step=%d trained=%d", found[0], trainer.step, trainer.trained)
+
+
+def begin_other_data(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
+    """Where the checkpoint at `path` has its place in other data than these, its `state` says their beginning instead. Rank 0 alone.
+
+    A folder's pictures are compared by the folder's source itself.
+    """
+    own = trainer.feed.state_dict()
+    if of_one_dataset(own["source"], state["feed"]["source"]):
+        return
+    log.warning("the data are not those of %s; they are trained from their beginning", path)
+    state.update(feed=own, accounts=trainer.accounts.state_dict())
+
+
+def of_one_dataset(own: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether two states of sources are of one kind of source, which their names tell, and of one dataset where they say which.
+
+    A stream of 0.1.0 did not say it.
+    """
+    named = "dataset"
+    return {*own, named} == {*saved, named} and own.get(named) == saved.get(named, own.get(named))

@@ -56,6 +56,8 @@ class HuggingFace(Alone):
         """
         super().__init__()
         self._dataset, self._seed, self._epochs = dataset, seed, epochs
+        self._told = [dataset.name, dataset.config, dataset.split, dataset.max_samples, *part]
+        """What a place in the stream means anything in."""
         self._bare = {"spare": prompt or "", "empty_ok": prompt is not None}
         with dataset.told():
             self._files, self._num_files, self._size = _split(dataset.open(bare=prompt is not None), dataset, part)
@@ -165,7 +167,7 @@ class HuggingFace(Alone):
 
     def state_dict(self) -> dict[str, Any]:
         place = {"epoch": self._epoch, "file": self._file, "window": self._window, "position": self._position}
-        return {**place, "starts": dict(self._starts), "again": list(self._again)}
+        return {**place, "starts": dict(self._starts), "again": list(self._again), "dataset": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._file, self._window = state["epoch"], state["file"], state["window"]

@@ -1,6 +1,7 @@
 """Rank 0's strategy, as all ranks of the launch see it: the same answers and, whenever the swarm changed them, the same parameters."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from peer.contracts import Params, Sync, SyncReport
@@ -54,15 +55,17 @@ class RankedSync:
     def _mirror(self, ask: Callable[[], SyncReport], *, moved: bool = False) -> SyncReport:
         """Rank 0 asks its strategy; all ranks take over the answer, its position and, unless nothing happened, the parameters.
 
-        moved: the parameters are others now, though neither the answer nor the position may show it.
+        moved: the parameters are others now, though neither the answer nor the position may show it. To wait moves nothing: who waits asks
+        twice a second, and the parameters of SDXL are 10 GB.
         """
-        before = (self.round, self.samples)
+        before, state = (self.round, self.samples), self.state_dict()
         told = None
         if self._inner:
             report = ask()
-            told = (report, self._inner.round, self._inner.samples, self._inner.peers)
-        report, self.round, self.samples, self.peers = self._group.broadcast_object(told)
-        if self._moves and (moved or report != SyncReport() or (self.round, self.samples) != before):
+            moved = moved or replace(report, wait=False) != SyncReport() or self.state_dict() != state
+            told = (report, moved, self._inner.round, self._inner.samples, self._inner.peers)
+        report, moved, self.round, self.samples, self.peers = self._group.broadcast_object(told)
+        if self._moves and (moved or (self.round, self.samples) != before):
             self._group.broadcast_(list(self._params.values()))
         return report
 

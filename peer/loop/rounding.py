@@ -116,6 +116,17 @@ def _chunks(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         yield [parameter for parameter, _ in chunk]
 
 
+def moments_for(optimizer: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state`, which an optimizer with these or the other --weights saved, as `optimizer` loads it.
+
+    Moments are float32 with both, so nothing is lost. With bf16 the steps are counted beside them, for the seed of the rounding.
+    """
+    rounds = isinstance(optimizer, RoundingOptimizer)
+    if rounds == ("inner" in state):
+        return state
+    return {"steps": 0, "inner": state} if rounds else state["inner"]
+
+
 def innermost(optimizer: Any) -> Any:
     """The optimizer that computes: the one within a RoundingOptimizer, or itself."""
     return optimizer._inner if isinstance(optimizer, RoundingOptimizer) else optimizer

@@ -113,25 +113,7 @@ class Trainer:
         self.occasions.start(self.global_step)
         done = done or self._rest()
         for work in self.feed if not done else ():
-            if work is None:
-                if done := self._follow(self.sync.step(0)) or self._rest():
-                    break
-                continue
-            loss = self._train(work)
-            samples = len(work.keys) if loss is not None else 0
-            self.trained += samples
-            done = self._follow(self.sync.step(samples, loss))
-            group = self.optimizer.param_groups[0]
-            self.progress.stepped(
-                step=self.step,
-                samples=samples,
-                loss=loss,
-                learning_rate=group["lr"] * group.get("d", 1.0),  # d: the rate that Prodigy found
-                round=self.sync.round,
-                committed=self.sync.samples,
-                peers=self.sync.peers,
-            )
-            self.stepped()
+            done = self._advance(work) if work else self._follow(self.sync.step(0))
             self.alive("saving and drawing")
             self.occasions.reach(self.global_step, end=done)
             self.alive("training")
@@ -139,6 +121,8 @@ class Trainer:
                 break
         ended = done or not self.stopping()  # before we leave: to stop while we wait for the others' last round loses no step
         self._leave()
+        if self.average:  # of the last rounds, which may have been committed while we left
+            self.average.follow(self.global_step)
         self.alive("saving")
         if self.has_learned:
             self.checkpoint()
@@ -153,6 +137,25 @@ class Trainer:
     @property
     def global_step(self) -> int:
         return self.sync.round if self.by_rounds else self.step
+
+    def _advance(self, work: "Work") -> bool:
+        """One local step, told to the swarm and shown; whether the run is done."""
+        loss = self._train(work)
+        samples = len(work.keys) if loss is not None else 0
+        self.trained += samples
+        done = self._follow(self.sync.step(samples, loss))
+        group = self.optimizer.param_groups[0]
+        self.progress.stepped(
+            step=self.step,
+            samples=samples,
+            loss=loss,
+            learning_rate=group["lr"] * group.get("d", 1.0),  # d: the rate that Prodigy found
+            round=self.sync.round,
+            committed=self.sync.samples,
+            peers=self.sync.peers,
+        )
+        self.stepped()
+        return done
 
     def _train(self, work: "Work") -> float | None:
         """One local step: forward, backward and, when the strategy says so, the optimizer. Returns the mean loss, None if it did not count."""

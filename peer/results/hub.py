@@ -28,7 +28,7 @@ def push(folder: Path, repo: str, token: str) -> str:
     """Upload a result folder; its page. Raises UserError: the folder is as it was, and can be pushed again."""
     about = read_result(folder)
     message = f"{about.run.run_name}: {about.samples} samples, round {about.round}" if about else folder.name
-    again = f"The result is in {folder}; to try again: hf upload {repo} {folder} --exclude {NAME}"
+    again = f"The result is in {folder}; to try again: {by_hand(folder, repo)}"
     try:
         with TemporaryDirectory() as scratch:
             api = _api(token)
@@ -40,6 +40,11 @@ def push(folder: Path, repo: str, token: str) -> str:
         raise _refused(f"The upload to {repo} failed", error, again) from error
     log.info("pushed %s to %s", folder, repo)
     return str(page)
+
+
+def by_hand(folder: Path, repo: str) -> str:
+    """The command that uploads a result folder, without the file that names paths of this machine."""
+    return f"hf upload {repo} {folder} --exclude {NAME}"
 
 
 def _api(token: str):

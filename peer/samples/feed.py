@@ -266,7 +266,8 @@ class Feed:
 class _Drawer:
     """Takes samples from a source in a thread of its own, a fixed number at a time and only on request.
 
-    So nothing is drawn behind the back of a checkpoint, and waiting for the source can be given up.
+    So nothing is drawn behind the back of a checkpoint, and waiting for the source can be given up. A source that has ended is asked anew by
+    each request: what was drawn may have been given back since, because this machine rested or fp16 sought its scale.
     """
 
     def __init__(self, source: Source, count: int):
@@ -275,7 +276,8 @@ class _Drawer:
         self._passing = threading.Lock()  # held by whoever puts a sample in hand, or takes the hand away
         self._requests: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._asked = self._ready = self.ended = False
+        self._asked = self._ready = self.ended = self._over = False
+        """ended: the last request met the source's end. over: it failed, or nobody asks any more."""
         self.came = 0
         """Samples so far."""
         self._thread = threading.Thread(target=self._run, name="source", daemon=True)
@@ -284,11 +286,11 @@ class _Drawer:
     def _run(self) -> None:
         try:
             samples = iter(self._source)
-            while not self.ended:
+            while not self._over:
                 for _ in range(self._requests.get()):
                     sample = next(samples, None)
                     if sample is None:
-                        self.ended = True
+                        samples, self.ended = iter(self._source), True
                         break
                     with self._passing:
                         self._hand.append(sample)
@@ -300,10 +302,10 @@ class _Drawer:
     def take(self, seconds: float) -> list[Sample] | None:
         """The samples asked for, fewer when the source ended with them; None when they are not there within `seconds`, or all are taken."""
         if not self._asked:
-            if self.ended:
+            if self._over:
                 return None
+            self.ended, self._asked = False, True
             self._requests.put(self._count)
-            self._asked = True
         if not self._answered(seconds):
             return None
         self._asked = self._ready = False
@@ -318,7 +320,7 @@ class _Drawer:
             except queue.Empty:
                 return False
             if error is not None:
-                self.ended = True
+                self.ended = self._over = True
                 raise error
             self._ready = True
         return self._ready
@@ -336,5 +338,5 @@ class _Drawer:
 
     def close(self) -> None:
         """The thread ends, at once or when the source lets it go."""
-        self.ended = True
+        self.ended = self._over = True
         self._requests.put(0)

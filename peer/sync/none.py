@@ -26,8 +26,13 @@ class NoSync:
         self._number = 0
         self._frozen: int | None = None
 
+    @property
+    def _done(self) -> bool:
+        return bool(self.total) and self.samples >= self.total
+
     def catch_up(self) -> SyncReport:
-        return SyncReport()
+        """Done at once where the run that is resumed has ended: not one step more."""
+        return SyncReport(done=self._done)
 
     def before_step(self) -> bool:
         return True
@@ -38,7 +43,7 @@ class NoSync:
             return self._commit(self._frozen)
         enough = self._waiting >= self.target or (self.total and self.samples + self._waiting >= self.total)
         if not (enough and self._waiting):
-            return SyncReport(done=bool(self.total) and self.samples >= self.total)
+            return SyncReport(done=self._done)
         self._number += 1
         self._frozen = self._number
         return SyncReport(frozen=self._number, wait=True)
@@ -46,7 +51,7 @@ class NoSync:
     def _commit(self, number: int) -> SyncReport:
         self.round, self.samples = self.round + 1, self.samples + self._waiting
         self._waiting, self._frozen = 0, None
-        return SyncReport(final=(number,), done=bool(self.total) and self.samples >= self.total)
+        return SyncReport(final=(number,), done=self._done)
 
     def registered(self, number: int, receipt: str) -> None:
         """There is nobody to show it to."""

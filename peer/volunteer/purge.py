@@ -45,7 +45,8 @@ _HALF = tuple(f".{name}.{kind}" for name in ("checkpoint-*", "model*", "learned_
 """The folder that a killed peer was writing, and the one that it was about to replace: of SD 1.5 up to 10 GB each."""
 _PLACES = ("means", "shards", "latents", "latents/*", "latents/*/*", "texts", "texts/*", "texts/*/*", "waiting")
 """The folders in those that are ours, and go when they are empty."""
-_LOCKS = ("supervised/lock", "identity.key")
+_LOCKS = (("supervised/lock", "rb", fcntl.flock), ("identity.key", "rb", fcntl.flock), ("in_use.lock", "r+b", fcntl.lockf))
+"""How each is taken by dd-peer, by a swarm's peer and by every trainer: flock does not see a lock of lockf, which wants the file open for writing."""
 _MOST_NAMED = 10
 
 
@@ -193,10 +194,10 @@ def _agreed(ask: Callable[[str], str]) -> bool:
 
 def _refuse_running(output: Path) -> None:
     """Raises UserError while a peer uses the folder: it holds these files locked."""
-    for path in (output / name for name in _LOCKS):
+    for name, mode, take in _LOCKS:
         try:
-            with path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (output / name).open(mode) as file:
+                take(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"The peer in {output} is running.", fix="Stop it first (Ctrl-C where it runs), then purge.") from None
         except OSError:  # not there, or not ours to read: then it cannot be deleted either, which is said then

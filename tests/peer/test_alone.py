@@ -209,6 +209,13 @@ def test_a_run_with_decoding_processes_resumes_as_exactly(start):
     assert first.losses + second.losses == whole.losses
 
 
+def test_a_finished_run_that_is_resumed_trains_nothing_more(start):
+    whole = start(run=SHORT).run()
+    again = start(run=SHORT, resume_from_checkpoint="latest")
+    assert again.trainer.run() and again.losses == [] and again.trainer.step == whole.trainer.step
+    assert torch.equal(flat(again.trainer.params), flat(whole.trainer.params))
+
+
 def test_a_run_that_finds_no_checkpoint_yet_starts_afresh(start):
     assert start(resume_from_checkpoint="latest").trainer.step == 0
 

@@ -4,7 +4,7 @@ A peer's source (`peer.contracts.Source`)
 * yields every good picture once an epoch with its captions, each of one line, whatever its name and format;
 * leaves out what cannot be trained on, or yields it as `Sample.bad`, which the decoder counts; nothing outside of the dataset is ever shown;
 * names each sample by a key that begins with its epoch, is text, and means the same picture whenever the data are read again;
-* yields what was given back again; after a resume, what was given back and not yet drawn, and nothing of what is in work;
+* yields what was given back again, also behind its end; after a resume, what was given back and not yet drawn, and nothing of what is in work;
 * ends at `close`, which may be called twice; rests and goes on, with no sample lost;
 * raises a UserError that says what to do where there is nothing to train on.
 Pixels are as people see them: upright, 16-bit greys by their upper byte, white behind what is clear.
@@ -140,6 +140,14 @@ def test_what_is_given_back_comes_again_and_what_is_acknowledged_does_not(opened
     source.give_back(keys[4:])
     rest = [sample.key for sample in epoch(source)]
     assert len(rest) == len(set(rest)) == 4 and set(keys[4:]) < set(rest) and not set(keys[:4]) & set(rest)
+
+
+@pytest.mark.parametrize("name", ["directory", "huggingface"])
+def test_a_source_that_has_ended_yields_what_was_given_back_since_when_it_is_asked_anew(opened, name):
+    source = opened(name, good_rows())()
+    keys = [sample.key for sample in source]
+    source.give_back(keys[-2:])
+    assert [sample.key for sample in source] == keys[-2:] and not list(source)
 
 
 @every_source

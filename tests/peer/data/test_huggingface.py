@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+import shutil
 from itertools import islice
 from operator import length_hint
 from pathlib import Path
@@ -237,3 +238,20 @@ def test_a_dataset_of_the_hub_is_streamed(tmp_path, hub):  # noqa: F811
     url, _ = hub
     done = told_of(url, tmp_path / "home", PROGRAM)
     assert done.stdout.strip() == str(sorted([("", False), *((f"picture {n}", True) for n in range(5))])), done.stderr
+
+
+def test_a_run_goes_on_with_other_data_from_their_beginning(start, dataset, tmp_path, caplog):  # noqa: F811
+    """Their places mean nothing in each other; between two datasets of the Hub one's were taken for the other's."""
+    other = shutil.copytree(dataset, tmp_path / "other")
+    start(stop_after=1).run()
+    streams = [{"train_data_dir": "", "dataset_name": str(folder)} for folder in (dataset, other)]
+    for step, data in enumerate([*streams, {}], start=1):
+        caplog.clear()
+        resumed = start(resume_from_checkpoint="latest", stop_after=step + 1, **data)
+        assert resumed.trainer.step == step and "the data are not those of" in caplog.text
+        source = resumed.trainer.feed._source
+        assert source.state_dict()["epoch"] == source.state_dict()["position"] == 0
+        assert resumed.run().trainer.step == step + 1
+    caplog.clear()
+    start(resume_from_checkpoint="latest")
+    assert "the data are not those of" not in caplog.text

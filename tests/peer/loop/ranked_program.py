@@ -57,6 +57,9 @@ class Swarm:
         self._land()
         return SyncReport(done=True)
 
+    def state_dict(self):
+        return {}
+
     def load_state_dict(self, state) -> SyncReport:
         self._land()
         return SyncReport(dropped=(0,))

@@ -7,7 +7,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 
 from peer.loop.optim import build_optimizer
-from peer.loop.rounding import RoundingOptimizer, keep_in_bf16, round_stochastically
+from peer.loop.rounding import RoundingOptimizer, innermost, keep_in_bf16, round_stochastically
 from peer.machine.device import RankGroup
 from peer.sync.engine.vectors import Flat, Schema
 from swarm.errors import UserError
@@ -70,6 +70,17 @@ def test_a_stopped_run_with_bf16_weights_goes_on_to_the_bit(start, optimizer):  
     second = start("parts", run=run, weights="bf16", resume_from_checkpoint="latest").run()
     assert first.losses + second.losses == whole.losses
     assert torch.equal(flat(second.trainer.params), flat(whole.trainer.params))
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_a_stopped_run_goes_on_with_other_weights_and_keeps_its_moments(start, before, after):  # noqa: F811
+    """As one does whose GPU was full, after the advice to take bf16."""
+    first = start(weights=before, stop_after=2).run().trainer
+    second = start(weights=after, stop_after=3, resume_from_checkpoint="latest")
+    old, new = (innermost(trainer.optimizer).state_dict()["state"] for trainer in (first, second.trainer))
+    assert old.keys() == new.keys() and all(torch.equal(old[one]["exp_avg_sq"], new[one]["exp_avg_sq"]) for one in old)
+    assert {moments["exp_avg"].dtype for moments in new.values()} == {torch.float32}
+    assert second.run().trainer.step == 3
 
 
 def test_ranks_on_unlike_devices_are_refused_before_a_model_is_loaded(start, monkeypatch):  # noqa: F811

@@ -1,7 +1,7 @@
 """The loop, with nothing behind its contracts."""
 
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import torch
 
@@ -93,3 +93,27 @@ def test_a_trainer_without_samples_rests_when_its_owner_says_so():
     resting = iter([False, True, False, False])
     trainer(sync, feed, resting=lambda: next(resting, False)).run()
     assert asked == [True, False] and [call.args[0] for call in feed.rest.call_args_list] == [True, False]
+
+
+class Committing(Swarm):
+    """A round is committed at each step of ours, and the last one while we leave."""
+
+    def step(self, samples, loss=None):
+        self.round += 1
+        return super().step(samples, loss)
+
+    def leave(self, *, hurry):
+        self.round += 1
+        return SyncReport()
+
+
+def test_rounds_that_are_committed_while_no_work_is_at_hand_are_averaged_drawn_and_measured():
+    loop = trainer(Committing(SyncReport(), SyncReport(done=True)), iter([None] * 10))
+    loop.run()
+    assert loop.occasions.reach.call_args_list == [call(1, end=False), call(2, end=True)]
+
+
+def test_the_average_follows_a_round_that_is_committed_while_the_peer_leaves():
+    average = MagicMock()
+    trainer(Committing(SyncReport(done=True)), iter([None]), average=average).run()
+    average.follow.assert_called_once_with(2)

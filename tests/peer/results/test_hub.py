@@ -12,6 +12,7 @@ from huggingface_hub import constants
 
 from peer.finetune import main
 from peer.launch.starting_model import load_model
+from peer.loop.train import Trainer
 from peer.results import hub
 from peer.results.result import Result, read_result, write_result
 from peer.rooms import load_part
@@ -195,6 +196,17 @@ def test_a_run_whose_upload_fails_has_its_result_all_the_same(server, tiny_model
     with pytest.raises(UserError, match="hf upload me/toy") as error:
         main(words(tiny_model, pictures, tmp_path / "toy"))
     assert error.value.code == ExitCode.NETWORK and read_result(tmp_path / "toy" / "model").samples == 4
+
+
+def test_a_run_that_is_stopped_before_its_end_stays_here_and_says_how_to_upload_it(
+    server, tiny_model, pictures, tmp_path, undisturbed, monkeypatch, capfd
+):
+    run = Trainer.run
+    monkeypatch.setattr(Trainer, "run", lambda trainer: run(trainer) and False)
+    assert main(words(tiny_model, pictures, tmp_path / "toy")) == ExitCode.OK
+    assert not server.files and read_result(tmp_path / "toy" / "model").samples == 4
+    folder = tmp_path / "toy" / "model"
+    assert f"stopped before its end; to upload it: hf upload me/toy {folder} --exclude result.json" in "".join(capfd.readouterr())
 
 
 def test_a_run_that_may_not_upload_does_not_begin(server, tiny_model, pictures, tmp_path, undisturbed):

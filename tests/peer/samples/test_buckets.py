@@ -127,6 +127,7 @@ class Mixed(Shelf):
 
     def __iter__(self):
         yield from draws([i * i % 5 for i in range(self.count)])
+        self.count = 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

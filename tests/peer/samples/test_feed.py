@@ -16,15 +16,16 @@ from tests.peer.samples.test_decoding import png, ramp
 
 
 class Shelf:
-    """A source of `count` samples; after them it ends, or has nothing more until it is closed."""
+    """A source of `count` samples; after them it ends, or has nothing more until it is closed. Asked anew, it goes on where it was."""
 
     def __init__(self, count, ends=True, fails=False):
         self.count, self.ends, self.fails = count, ends, fails
-        self.closed, self.empty, self.back = threading.Event(), threading.Event(), []
+        self.closed, self.empty, self.back, self.given = threading.Event(), threading.Event(), [], 0
 
     def __iter__(self):
-        for i in range(self.count):
-            yield Sample(str(i), png(ramp(16, 16)), "")
+        while self.given < self.count:
+            self.given += 1
+            yield Sample(str(self.given - 1), png(ramp(16, 16)), "")
         self.empty.set()
         if self.fails:
             raise UserError("The server is gone.", fix="Start it.")
@@ -233,6 +234,32 @@ def test_a_feed_that_rests_gives_back_what_it_held_and_goes_on_with_the_rest():
     assert len(set(handed + source.back)) == len(handed) + 2 and not set(handed) & set(source.back)
     source.closed.set()
     steps.close()
+
+
+class Returning(Shelf):
+    """A source that yields again what was given back, as all do."""
+
+    def __iter__(self):
+        yield from super().__iter__()
+        while self.back:
+            yield Sample(self.back.pop(0), png(ramp(16, 16)), "")
+
+    def rest(self, resting):
+        """Nobody else waits for its samples."""
+
+
+def test_samples_that_are_given_back_after_the_source_has_ended_are_drawn_again(monkeypatch):
+    """Alone, a peer that rested in its last epoch, or whose fp16 sought its scale then, said that it had finished without them."""
+    monkeypatch.setattr("peer.samples.feed.WINDOW_SAMPLES", 8)
+    source = Returning(6)
+    steps = feed(source, encode=lambda batches: batches)
+    works = iter(steps)
+    assert next(works).keys == tuple("0123") and steps.ahead() == list("45") and source.empty.is_set()
+    steps.rest(True)
+    steps.rest(False)
+    assert next(works).keys == tuple("45")
+    source.give_back(["2"])
+    assert next(works).keys == ("2",) and next(works, None) is None
 
 
 def test_a_window_of_steps_is_encoded_before_its_first_is_handed_out_and_a_checkpoint_knows_the_rest(monkeypatch):

@@ -1,6 +1,8 @@
 """`dd-peer --purge` deletes what a peer stored, after a list of it, and nothing else."""
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,20 @@ def test_a_peer_that_runs_is_not_purged_and_a_folder_that_is_not_there_is_a_mist
     assert main(["--purge", "--output_dir", str(tmp_path / "nowhere")]) == ExitCode.CONFIG
     (tmp_path / "empty").mkdir()
     assert main(["--purge", "--output_dir", str(tmp_path / "empty")]) == 0
+
+
+def test_a_folder_in_which_a_trainer_runs_alone_is_not_purged(output, capsys):
+    """It takes its lock with lockf, which flock does not see, and its checkpoints were deleted under it."""
+    before = there(output)
+    hold = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    other = subprocess.Popen([sys.executable, "-c", hold, output / "in_use.lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == "held\n"
+        assert main(["--purge", "--output_dir", str(output), "--yes"]) == ExitCode.CONFIG and there(output) == before
+    finally:
+        other.communicate()
+    assert f"The peer in {output} is running." in capsys.readouterr().err
+    assert main(["--purge", "--output_dir", str(output), "--yes"]) == ExitCode.OK and there(output) != before
 
 
 def test_a_link_is_deleted_and_not_what_it_leads_to(output, tmp_path):
