@@ -31,7 +31,7 @@ MOST_FILES = 160
 MESSAGES_PER_ROUND = 10
 """Of a peer with each other one, in a world without faults; 3 to 4 are usual."""
 _HEARD_SECONDS = 600.0
-"""Within this each peer that is there hears that a state is discarded: a server may be away for three minutes, and a partition lasts one."""
+"""Within this each peer that is there hears that a state is discarded: a server may be away for three minutes, and a partition lasts up to five."""
 
 
 class Breach(Exception):

@@ -175,6 +175,7 @@ class World:
         self.gone: list[Machine] = []
         self.verdict = Verdict(self)
         self._born = 0
+        self._dice: dict[str, random.Random] = {}
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
         self._last_commit = self._slowest = 0.0
         self._stopped = asyncio.Event()
@@ -185,6 +186,10 @@ class World:
         key = self.server.dataset.key
         named = self.machines[: self.scenario.trusted]
         self.server.bans.hear([sign_word(key, self.run, machine.peer, trusted=True, clock=self.loop.time) for machine in named])
+
+    def dice(self, name: str) -> random.Random:
+        """Of its own for each name: what is drawn with them changes nothing else that is drawn."""
+        return self._dice.setdefault(name, random.Random(f"{self.scenario.seed} {name}"))
 
     def note(self, text: str) -> None:
         line = f"{self.loop.time():12.6f} {text}"
