@@ -34,7 +34,8 @@ WITH_LEASES = ("partition", "stop", "sleep", "answers", "server", "ledger")
 """What parts the peers from each other and from the server: leases end whose holders go on, and reports come late."""
 _WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
 _WITH_CHUNKS, _WITH_LEASES = 0.02, 0.08
-"""Of all worlds."""
+_WITH_HELPERS = 0.1
+"""Of all worlds: those with few who train and two or three who assist. Where somebody means harm, three train, and they stay as they are."""
 _WITH_A_LIAR = 0.3
 """Of the worlds for members, those in which one signs two means; and as many in which some make states up."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
@@ -71,6 +72,9 @@ def mixed(seed: int) -> Scenario:
         scenario = replace(scenario, averaging="centered")
     if scenario.members and scenario.averaging == "mean" and random.Random(f"{seed} wrong mean").random() < _WITH_A_LIAR:
         scenario = replace(scenario, wrong_mean=True, peers=max(scenario.peers, 3))
+    helpers = random.Random(f"{seed} helpers")
+    if helpers.random() < _WITH_HELPERS and not is_beset(scenario):
+        scenario = replace(scenario, assistants=helpers.randint(2, 3), peers=min(scenario.peers, 2), trusted=min(scenario.trusted, 2, scenario.peers))
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
     special = random.Random(f"{seed} special").random()  # dice of its own, as "trusted" above and "reducer" below: all other seeds play what they did before

@@ -111,6 +111,7 @@ class Shrinking:
         yield replace(self.scenario, faults=tuple(name for name in self.scenario.faults if name != "nat"))
         yield replace(self.scenario, overlap=False)
         yield replace(self.scenario, assistants=0)
+        yield replace(self.scenario, assistants=min(self.scenario.assistants, 1))
         yield replace(self.scenario, strangers=())
         yield replace(self.scenario, liars=0)
         yield replace(self.scenario, two_faced=False)

@@ -168,6 +168,13 @@ def test_a_run_ends_for_all_who_are_there_and_for_who_comes_later():
     world = World(Scenario(3, peers=3, hours=0.2, total_samples=120, strikes=parse_strikes("extend@20/0(rounds=2)"), assistants=1))
     outcome = world.play()
     assert_holds(outcome)
+def test_assistants_that_were_cut_off_together_follow_who_went_on():
+    """One trains, and two that assist kept each other on the state on which a minute's partition had found them."""
+    outcome = play(Scenario(3, peers=1, assistants=2, hours=0.03, strikes=parse_strikes("partition@40/0(peers=2+3,seconds=60)")))
+    assert_holds(outcome)
+    assert outcome.withdrawn == outcome.apart == 0 and outcome.rounds > 50
+
+
     assert all(machine.over for machine in world.machines[:4]) and 120 + 2 * 12 == world.server.end.total <= world.server.book.counted_samples
     assert "is over" in world.machines[4].failure.message
 
