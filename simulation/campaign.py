@@ -19,7 +19,7 @@ from simulation.shrink import promise
 from simulation.world import STRANGERS, Scenario, play
 from swarm.lifeline import die_with_parent
 
-RARE = ("rot", "discard", "relief", "guests")
+RARE = ("rot", "discard", "relief", "guests", "crowd")
 """In worlds of their own: everywhere, they would leave the other faults too few rounds to strike."""
 KINDS = (*(name for name in FAULTS if name not in ("extend", *RARE)), "nat")
 WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")

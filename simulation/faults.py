@@ -351,6 +351,28 @@ async def relief(world: "World", machine: None, strike: Strike) -> None:
         leaving.boot()
 
 
+async def crowd(world: "World", machine: None, strike: Strike) -> None:
+    """Some come at once, and as soon as each of them has a state, all who were there before are killed, one after the other: who is left has met
+    few of those who made it, or nobody. They are started again after a while, or never."""
+    world.struck(strike)
+    here, came = world.live, [world.add_peer() for _ in range(strike.values["peers"])]
+    until, killed = world.loop.time() + _NEWCOMER_SECONDS, []
+    while not all(map(world.checks.stands, came)) and world.loop.time() < until and not world.calm:
+        await asyncio.sleep(0.05)
+    for maker in here:
+        if not maker.alive or world.calm:
+            continue
+        maker.kill()
+        if strike.values["back"]:
+            killed.append(maker)
+        else:
+            _gone(world, maker)
+        await _for(world, strike.values["apart"])
+    await _for(world, strike.values["seconds"])
+    for maker in killed:
+        maker.boot()
+
+
 def _back(world: "World") -> None:
     """The dataset server is there again, unless another strike has ended meanwhile that had it killed as well."""
     if world.server.away:
@@ -441,5 +463,15 @@ FAULTS = {
     ),
     "relief": Fault(
         relief, {"rounds": int, "seconds": float}, {"rounds": _of(10, 14), "seconds": _of(20.0, 40.0)}, hits_a_peer=False, as_rare=4.0
+    ),
+    "crowd": Fault(
+        crowd,
+        {"peers": int, "apart": float, "seconds": float, "back": _yes},
+        {
+            "peers": _of(1, 2, 4), "apart": lambda rng, world: round(rng.uniform(0, 3), 1), "seconds": _of(10.0, 40.0, 120.0),
+            "back": lambda rng, world: rng.random() < 0.5,
+        },
+        hits_a_peer=False,
+        as_rare=8.0,
     ),
 }

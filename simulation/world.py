@@ -356,7 +356,7 @@ class World:
         await (self.verdict.all_end() if scenario.total_samples else self.verdict.all_commit())
         if not (scenario.faults or scenario.strikes):
             await self.verdict.all_buried()
-        if not (scenario.faults or scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean):
+        if not (scenario.faults or scenario.strikes or scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean):
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
     async def _attacked(self, row: str, *, members: int = 0) -> None:

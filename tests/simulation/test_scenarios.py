@@ -81,6 +81,19 @@ def test_guests_follow_those_who_were_there_and_leave_in_order():
     assert outcome.withdrawn == 0 and outcome.committed > 0.95
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_crowd_goes_on_from_the_state_of_those_who_all_left_as_it_came(back):
+    """They fetch it while its makers are killed 1.5 s apart, some of them beside the last of these."""
+    world = World(Scenario(1, peers=3, hours=0.03, strikes=parse_strikes(f"crowd@40/0(peers=3,apart=1.5,seconds=30,back={back})")))
+    outcome = world.play()
+    assert_holds(outcome)
+    makers, crowd = [({machine.peer for machine in world.machines + world.gone if (machine.number <= 3) is there}) for there in (True, False)]
+    assert {machine.peer for machine in world.gone} == (set() if back else makers) and len(crowd) == 3
+    members = [{peer for peer, *_ in world.checks.commits[digest].members} for digest in reversed(world.checks.lineage(world.tip()))]
+    assert members[0] <= makers and crowd <= members[-1] and crowd in members
+    assert not outcome.withdrawn and not outcome.apart
+
+
 class Hangs(World):
     """Each sidecar of a guest hangs as soon as it is told to end."""
 
@@ -155,6 +168,13 @@ def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
     assert outcome.adopted["averaged"] >= 3
 
 
+def test_assistants_that_were_cut_off_together_follow_who_went_on():
+    """One trains, and two that assist kept each other on the state on which a minute's partition had found them."""
+    outcome = play(Scenario(3, peers=1, assistants=2, hours=0.03, strikes=parse_strikes("partition@40/0(peers=2+3,seconds=60)")))
+    assert_holds(outcome)
+    assert outcome.withdrawn == outcome.apart == 0 and outcome.rounds > 50
+
+
 def test_a_gap_in_what_the_server_knows_is_closed_by_those_who_come_back():
     world = World(Scenario(5, peers=1, hours=0.03, strikes=parse_strikes("relief@30/0(rounds=12,seconds=20)")))
     outcome, book = world.play(), world.server.book
@@ -168,13 +188,6 @@ def test_a_run_ends_for_all_who_are_there_and_for_who_comes_later():
     world = World(Scenario(3, peers=3, hours=0.2, total_samples=120, strikes=parse_strikes("extend@20/0(rounds=2)"), assistants=1))
     outcome = world.play()
     assert_holds(outcome)
-def test_assistants_that_were_cut_off_together_follow_who_went_on():
-    """One trains, and two that assist kept each other on the state on which a minute's partition had found them."""
-    outcome = play(Scenario(3, peers=1, assistants=2, hours=0.03, strikes=parse_strikes("partition@40/0(peers=2+3,seconds=60)")))
-    assert_holds(outcome)
-    assert outcome.withdrawn == outcome.apart == 0 and outcome.rounds > 50
-
-
     assert all(machine.over for machine in world.machines[:4]) and 120 + 2 * 12 == world.server.end.total <= world.server.book.counted_samples
     assert "is over" in world.machines[4].failure.message
 
