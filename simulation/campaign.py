@@ -73,7 +73,7 @@ def mixed(seed: int) -> Scenario:
     if scenario.members and scenario.averaging == "mean" and random.Random(f"{seed} wrong mean").random() < _WITH_A_LIAR:
         scenario = replace(scenario, wrong_mean=True, peers=max(scenario.peers, 3))
     helpers = random.Random(f"{seed} helpers")
-    if helpers.random() < _WITH_HELPERS and not is_beset(scenario):
+    if helpers.random() < _WITH_HELPERS and not scenario.is_beset:
         scenario = replace(scenario, assistants=helpers.randint(2, 3), peers=min(scenario.peers, 2), trusted=min(scenario.trusted, 2, scenario.peers))
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
@@ -97,11 +97,6 @@ def mixed(seed: int) -> Scenario:
             strangers = (*strangers, "huge-norm")
         return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))
     return scenario
-
-
-def is_beset(scenario: Scenario) -> bool:
-    """Whether somebody in it means harm."""
-    return bool(scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean)
 
 
 def played(seed: int) -> dict[str, Any]:
@@ -144,7 +139,7 @@ def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int, *,
     if not known:
         _append(path, {"commit": commit(), "kinds": list(KINDS)})
     done, made = {line["seed"] for line in known}, sum(line["rounds"] for line in known)
-    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done and (not beset or is_beset(mixed(seed))))
+    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done and (not beset or mixed(seed).is_beset))
     while len(done) < seeds or made < rounds:
         mortal = {"initializer": die_with_parent, "initargs": (signal.SIGKILL, os.getpid())}
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), **mortal) as pool:

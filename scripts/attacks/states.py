@@ -70,17 +70,17 @@ async def _chunk_bytes(frames: Frames, index: int) -> int:
     return count
 
 
-def child_of(header: Record, digest: str, member: Record) -> Record:
-    """The header of a round that only `member` took part in; everything adds up."""
+def child_of(header: Record, digest: str, *members: Record) -> Record:
+    """The header of a round that only `members` took part in; everything adds up."""
     final = {name: header[name] for name in ("round", "samples", "members")}
     ancestors = [{**final, "digest": digest, "parent": header["parents"][0]}, *header["ancestors"]] if header["round"] else []
     return {
         **header,
         "round": header["round"] + 1,
-        "samples": header["samples"] + member["samples"],
+        "samples": header["samples"] + sum(member["samples"] for member in members),
         "parents": [digest, *header["parents"]][:8],
-        "included": {**header["included"], member["peer"]: member["number"]},
-        "members": [member],
+        "included": header["included"] | {member["peer"]: member["number"] for member in members},
+        "members": list(members),
         "ancestors": ancestors[:8],
     }
 
