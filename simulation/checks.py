@@ -75,7 +75,7 @@ class Checks:
         self.forged: dict[str, bool] = {}
         """Digests of the states that strangers made up, and whether members did."""
         self.forged_by_met: set[str] = set()
-        """Digests of the states that a member made up whom honest peers have met."""
+        """Digests of the states that one made up whom honest peers have met."""
         self.company = Company(world.strangers)
         self.discarded: dict[str, float] = {}
         """Digests of the states that the host has discarded, and when."""

@@ -91,7 +91,7 @@ class Scenario:
     wrong_mean: bool = False
     """In a run for members, whether one more comes that assists, and gives all members of each round one wrong mean, which it signs."""
     met_child: bool = False
-    """In a run for members, whether one more comes that assists honestly, and signs made-up children of the newest state."""
+    """Whether one more comes that assists honestly, and signs made-up children of the newest state; in a run for members, a member."""
     total_samples: int = 0
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
     members: bool = False
@@ -347,7 +347,7 @@ class World:
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_LIARS, members=scenario.liars))] if scenario.liars else []
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_TWO_FACED, members=1))] if scenario.two_faced else []
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_WRONG_MEAN, members=1))] if scenario.wrong_mean else []
-        self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_MET, members=1))] if scenario.met_child else []
+        self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_MET, members=int(scenario.members)))] if scenario.met_child else []
         if scenario.strikes is None:
             striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
         else:

@@ -1,8 +1,9 @@
-"""A member that assists as honest ones do, so that all have met it, and signs made-up children of the newest state in half of its looks.
+"""A peer that assists as honest ones do, so that all have met it, and signs made-up children of the newest state in half of its looks.
 
 Peers count whom they have met: what one of these can do alone is said in docs/internals.md, "What a liar can still do".
 """
 
+import contextlib
 from typing import Any
 
 from peer.sync.engine.round.groups import Group
@@ -10,7 +11,7 @@ from scripts.attacks.band import Band
 from scripts.attacks.rounds import Guest
 from scripts.attacks.states import Forger, Shelf, child_of
 from scripts.attacks.two_faced import Signing
-from scripts.attacks.wire import Record
+from scripts.attacks.wire import Gone, Record
 
 
 class _Forging(Guest):
@@ -20,7 +21,8 @@ class _Forging(Guest):
         super().__init__(*args, **record)
         self.group: Group | None = None
         self._shelf = Shelf(self.band)
-        self._forger = Forger(self.band, self._shelf, self._child)
+        # Values that float32 rounds as coarsely as honest ones: a peer that follows two of its states rebases from one to the other.
+        self._forger = Forger(self.band, self._shelf, self._child, decades=1)
 
     async def settle_in(self) -> None:
         await self._shelf.open()
@@ -29,8 +31,9 @@ class _Forging(Guest):
     async def _look(self) -> None:
         await super()._look()
         if self.band.rng.random() < 0.5:
-            record = await self._forger.forge()
-            await self.stranger.publish(self.band.run_id, {**record, "maddrs": await self.stranger.addresses(), **self._record})
+            with contextlib.suppress(Gone):  # the state that it saw is old by now
+                record = await self._forger.forge()
+                await self.stranger.publish(self.band.run_id, {**record, "maddrs": await self.stranger.addresses(), **self._record})
 
     def _child(self, band: Band, header: Record, digest: str) -> Record:
         if self.group is not None and self.group.parent == digest:
