@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     world.add_argument("--liars", type=int, default=0, help="in a run for members, N more that sign made-up states for newcomers (default: 0)")
     world.add_argument("--two_faced", action="store_true", help="in a run for members, one more that signs two means of its share")
     world.add_argument("--wrong_mean", action="store_true", help="in a run for members, one more that gives all a wrong mean of its share")
+    world.add_argument("--met_child", action="store_true", help="one more that assists honestly, and signs made-up states")
     world.add_argument("--averaging", default="mean", choices=("mean", "centered"), help="the run's (default: mean)")
     world.add_argument("--chunks", type=int, default=1, help="of a state, 4 MiB each: two cost seven times the CPU time (default: 1)")
     world.add_argument("--strangers", default="", help="who comes and means harm: 'all', or rows of scripts/strangers (docs/internals.md)")
@@ -112,7 +113,7 @@ def _scenario(parser: argparse.ArgumentParser, options: argparse.Namespace) -> "
         assistants=options.assistants, lease_seconds=options.lease_seconds, strangers=strangers,
         total_samples=options.total_samples, min_peers=options.min_peers, members=options.members, trusted=options.trusted,
         averaging=options.averaging, chunks=options.chunks, liars=options.liars, two_faced=options.two_faced,
-        wrong_mean=options.wrong_mean,
+        wrong_mean=options.wrong_mean, met_child=options.met_child,
     )  # fmt: skip
 
 

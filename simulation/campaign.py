@@ -19,7 +19,7 @@ from simulation.shrink import promise
 from simulation.world import STRANGERS, Scenario, play
 from swarm.lifeline import die_with_parent
 
-RARE = ("rot", "discard", "relief", "guests")
+RARE = ("rot", "discard", "relief", "guests", "crowd")
 """In worlds of their own: everywhere, they would leave the other faults too few rounds to strike."""
 KINDS = (*(name for name in FAULTS if name not in ("extend", *RARE)), "nat")
 WITH_STRANGERS = ("reset", "slow", "clock", "answers", "ledger")
@@ -34,7 +34,8 @@ WITH_LEASES = ("partition", "stop", "sleep", "answers", "server", "ledger")
 """What parts the peers from each other and from the server: leases end whose holders go on, and reports come late."""
 _WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
 _WITH_CHUNKS, _WITH_LEASES = 0.02, 0.08
-"""Of all worlds."""
+_WITH_HELPERS = 0.1
+"""Of all worlds: those with few who train and two or three who assist. Where somebody means harm, three train, and they stay as they are."""
 _WITH_A_LIAR = 0.3
 """Of the worlds for members, those in which one signs two means; and as many in which some make states up."""
 SYNCS, WIRES = ("parameters", "diloco", "gradients"), ("fp32", "fp16", "int8", "int4")
@@ -71,6 +72,9 @@ def mixed(seed: int) -> Scenario:
         scenario = replace(scenario, averaging="centered")
     if scenario.members and scenario.averaging == "mean" and random.Random(f"{seed} wrong mean").random() < _WITH_A_LIAR:
         scenario = replace(scenario, wrong_mean=True, peers=max(scenario.peers, 3))
+    helpers = random.Random(f"{seed} helpers")
+    if helpers.random() < _WITH_HELPERS and not scenario.is_beset:
+        scenario = replace(scenario, assistants=helpers.randint(2, 3), peers=min(scenario.peers, 2), trusted=min(scenario.trusted, 2, scenario.peers))
     if scenario.peers == 1:
         scenario = replace(scenario, min_peers=1)
     special = random.Random(f"{seed} special").random()  # dice of its own, as "trusted" above and "reducer" below: all other seeds play what they did before
@@ -93,11 +97,6 @@ def mixed(seed: int) -> Scenario:
             strangers = (*strangers, "huge-norm")
         return replace(scenario, faults=WITH_STRANGERS, strangers=strangers, peers=max(scenario.peers, 3))
     return scenario
-
-
-def is_beset(scenario: Scenario) -> bool:
-    """Whether somebody in it means harm."""
-    return bool(scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean)
 
 
 def played(seed: int) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def campaign(path: Path, first: int, seeds: int, rounds: int, processes: int, *,
     if not known:
         _append(path, {"commit": commit(), "kinds": list(KINDS)})
     done, made = {line["seed"] for line in known}, sum(line["rounds"] for line in known)
-    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done and (not beset or is_beset(mixed(seed))))
+    numbers = (seed for seed in range(first, first + (1 << 40)) if seed not in done and (not beset or mixed(seed).is_beset))
     while len(done) < seeds or made < rounds:
         mortal = {"initializer": die_with_parent, "initargs": (signal.SIGKILL, os.getpid())}
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), **mortal) as pool:

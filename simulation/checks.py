@@ -15,7 +15,7 @@ from peer.sync.engine.vectors import SharedBuffer
 from simulation.arithmetic import Arithmetic
 from simulation.ledger_checks import LedgerChecks
 from simulation.lies import Lies, Made
-from simulation.misled import Company, Misled
+from simulation.misled import MOST_LED_SECONDS, Company, Misled
 from swarm.digest import digest_bytes
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ MOST_FILES = 160
 MESSAGES_PER_ROUND = 10
 """Of a peer with each other one, in a world without faults; 3 to 4 are usual."""
 _HEARD_SECONDS = 600.0
-"""Within this each peer that is there hears that a state is discarded: a server may be away for three minutes, and a partition lasts one."""
+"""Within this each peer that is there hears that a state is discarded: a server may be away for three minutes, and a partition lasts up to five."""
 
 
 class Breach(Exception):
@@ -74,6 +74,8 @@ class Checks:
         self.lies = Lies()
         self.forged: dict[str, bool] = {}
         """Digests of the states that strangers made up, and whether members did."""
+        self.forged_by_met: set[str] = set()
+        """Digests of the states that one made up whom honest peers have met."""
         self.company = Company(world.strangers)
         self.discarded: dict[str, float] = {}
         """Digests of the states that the host has discarded, and when."""
@@ -110,7 +112,10 @@ class Checks:
         self.adopted[line["how"]] += 1
         if line["digest"] in self.forged:
             self._follows_liars(machine, line["digest"])
-        self._commit(machine, line["digest"], line["parent"], line["round"], line["samples"], members)
+        if line["digest"] in self.forged_by_met:
+            self._commit_forged(line["digest"], line["parent"], line["round"], line["samples"], members)
+        else:
+            self._commit(machine, line["digest"], line["parent"], line["round"], line["samples"], members)
         boots, before = self._stands.get(machine.peer, (0, ""))
         if boots == id(machine.sidecar) and self._is_ancestor(line["digest"], before):
             self.breach(f"went back from {before[:8]} to its ancestor {line['digest'][:8]}", machine)
@@ -175,6 +180,22 @@ class Checks:
         self.commits[digest] = Commit(digest, parent, number, samples, members, included)
         self.round = max(self.round, number)
         self._world.committed(self.commits[digest])
+
+    def _commit_forged(self, digest: str, parent: str, number: int, samples: int, members: tuple) -> None:
+        """By one whom they have met: peers may follow for a while, and of its figures nothing is said."""
+        before = self.commits.get(parent)
+        included = (before.included if before else {}) | {peer: contribution for peer, contribution, _ in members}
+        self.commits.setdefault(digest, Commit(digest, parent, number, samples, members, included))
+
+    def led(self) -> None:
+        """Who stands on or after what one made up whom they have met: never most of the honest, and nobody for long beside two who do not."""
+        world, now = self._world, self._world.loop.time()
+        led = {machine.peer for machine in world.live if not self.forged_by_met.isdisjoint(self.lineage(self.stands(machine)))}
+        if 2 * len(led) > len(world.machines):
+            self.breach(f"{len(led)} of {len(world.machines)} honest peers follow what one made up whom they have met")
+        for machine in world.live:
+            if (seconds := self.company.led_for(machine, led, now)) > MOST_LED_SECONDS:
+                self.breach(f"follows for {seconds:.0f} s what one made up whom it has met, though two others are live elsewhere", machine)
 
     def buries(self, digest: str) -> None:
         """The server discards a state by itself: only one that a wrong mean has made."""
@@ -259,7 +280,7 @@ class Checks:
                 self.breach(f"the bytes of the state {digest[:8]} are not those of its digest", machine)
             self._told[digest] = said, hashes, header
         wrong = self.arithmetic.rebased(digest, self.header(digest), data) if self.arithmetic is not None else ""
-        if wrong and not self.lies.may_differ(_made(self.header(digest))):
+        if wrong and digest not in self.forged_by_met and not self.lies.may_differ(_made(self.header(digest))):
             self.breach(wrong, machine)
 
     def header(self, digest: str) -> Header:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from peer.sync.engine.failpoints import FAILPOINTS
+from simulation.assistant import Assistant
+from simulation.network import SERVER
 
 if TYPE_CHECKING:
     from simulation.machine import Machine, Process
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
 
 _RELIEF_SECONDS, _NEWCOMER_SECONDS = 120.0, 30.0
-"""How long a server is away at most before a newcomer comes, and how long the newcomer has at most to fetch the others' state."""
+"""How long a server is away at most before a newcomer comes, and how long newcomers have at most to fetch the others' state."""
+_HELPERS_ALONE = 0.3
+"""Of the partitions of a world with several assistants, those in which they are one side, and all who train the other."""
+_WITH_SERVER, _LONG, _LONG_SECONDS = 0.3, 0.1, 300.0
+"""Of all partitions, those in which the dataset server is with the drawn side, most often the smaller one; and those that last five minutes."""
 _LEAVING_SECONDS = 60.0
 """How long after it was asked to leave a guest is killed: one that is stopped, say. Without faults it takes up to 20 s."""
 
@@ -175,16 +181,27 @@ async def _stopped(world: "World", processes: list["Process"], strike: Strike) -
 
 
 async def partition(world: "World", machine: None, strike: Strike) -> None:
-    """The net falls apart in two, and heals."""
-    world.network.sides = {machine.peer: 1 for machine in world.machines if machine.number in strike.values["peers"]}
+    """The net falls apart in two, and heals. Peer 0 is the dataset server."""
+    numbers = strike.values["peers"]
+    side = world.network.part([machine.peer for machine in world.machines if machine.number in numbers] + [SERVER] * (0 in numbers))
     world.struck(strike)
     await _for(world, strike.values["seconds"])
-    world.network.sides = {}
+    world.network.heal(side)
 
 
 def _one_side(rng: random.Random, world: "World") -> tuple[int, ...]:
     size = rng.choice([1, max(1, len(world.machines) // 3), len(world.machines) // 2])
-    return tuple(sorted(machine.number for machine in rng.sample(world.machines, min(size, len(world.machines)))))
+    side = rng.sample(world.machines, min(size, len(world.machines)))
+    helpers = [machine for machine in world.machines if isinstance(machine, Assistant)]
+    if len(helpers) > 1 and world.dice("helpers alone").random() < _HELPERS_ALONE:
+        side = helpers
+    server = [0] if world.dice("server's side").random() < _WITH_SERVER else []
+    return tuple(sorted([*server, *(machine.number for machine in side)]))
+
+
+def _parted_seconds(rng: random.Random, world: "World") -> float:
+    seconds = rng.choice([3.0, 15.0, 60.0])
+    return _LONG_SECONDS if world.dice("long partition").random() < _LONG else seconds
 
 
 async def reset(world: "World", machine: None, strike: Strike) -> None:
@@ -334,6 +351,28 @@ async def relief(world: "World", machine: None, strike: Strike) -> None:
         leaving.boot()
 
 
+async def crowd(world: "World", machine: None, strike: Strike) -> None:
+    """Some come at once, and as soon as each of them has a state, all who were there before are killed, one after the other: who is left has met
+    few of those who made it, or nobody. They are started again after a while, or never."""
+    world.struck(strike)
+    here, came = world.live, [world.add_peer() for _ in range(strike.values["peers"])]
+    until, killed = world.loop.time() + _NEWCOMER_SECONDS, []
+    while not all(map(world.checks.stands, came)) and world.loop.time() < until and not world.calm:
+        await asyncio.sleep(0.05)
+    for maker in here:
+        if not maker.alive or world.calm:
+            continue
+        maker.kill()
+        if strike.values["back"]:
+            killed.append(maker)
+        else:
+            _gone(world, maker)
+        await _for(world, strike.values["apart"])
+    await _for(world, strike.values["seconds"])
+    for maker in killed:
+        maker.boot()
+
+
 def _back(world: "World") -> None:
     """The dataset server is there again, unless another strike has ended meanwhile that had it killed as well."""
     if world.server.away:
@@ -394,7 +433,7 @@ FAULTS = {
         stop, {"what": str, "seconds": float}, {"what": _of("sidecar", "trainer", "both"), "seconds": _of(2.0, 8.0, 25.0, 90.0)}
     ),
     "sleep": Fault(sleep, {"seconds": float}, {"seconds": _of(3600.0)}),
-    "partition": Fault(partition, {"peers": _numbers, "seconds": float}, {"peers": _one_side, "seconds": _of(3.0, 15.0, 60.0)}, hits_a_peer=False),
+    "partition": Fault(partition, {"peers": _numbers, "seconds": float}, {"peers": _one_side, "seconds": _parted_seconds}, hits_a_peer=False),
     "reset": Fault(reset, {"seconds": float}, {"seconds": _of(60.0)}, hits_a_peer=False),
     "disk": Fault(disk, {"seconds": float}, {"seconds": _of(2.0, 20.0)}),
     "slow": Fault(slow, {"what": str, "seconds": float}, {"what": _of("link", "machine"), "seconds": _of(60.0)}),
@@ -424,5 +463,15 @@ FAULTS = {
     ),
     "relief": Fault(
         relief, {"rounds": int, "seconds": float}, {"rounds": _of(10, 14), "seconds": _of(20.0, 40.0)}, hits_a_peer=False, as_rare=4.0
+    ),
+    "crowd": Fault(
+        crowd,
+        {"peers": int, "apart": float, "seconds": float, "back": _yes},
+        {
+            "peers": _of(1, 2, 4), "apart": lambda rng, world: round(rng.uniform(0, 3), 1), "seconds": _of(10.0, 40.0, 120.0),
+            "back": lambda rng, world: rng.random() < 0.5,
+        },
+        hits_a_peer=False,
+        as_rare=8.0,
     ),
 }

@@ -22,6 +22,8 @@ _SURE_SECONDS = 15.0
 """A record counts for 20 s after it was read, and a look at the others may come some seconds late."""
 _ALL_ANSWER = {"guests", "clock", "answers", "ledger", "server", "pause", "extend", "discard"}
 """Faults beside which each peer that is live answers. Who is asked while it is stopped or cut off has shown nothing, for a minute."""
+MOST_LED_SECONDS = 120.0
+"""For which one that it has met may lead a peer (R2, R3, R6) while it sees two others that are elsewhere, and that it has met: R4 brings it back."""
 _ASKED_SECONDS = 2 * ANSWER_SECONDS
 """Who has been there for this long has been asked what it can show, and has answered."""
 
@@ -39,6 +41,7 @@ class Company:
         """Of each peer: in which process of it somebody was live last, and when; at first, when that process began."""
         self._own: dict[str, Certificate | None] = {}
         """The certificate of each, as it was before it adopted what it stands on now."""
+        self._led_since: dict[str, float] = {}
 
     def look(self, machines: Sequence["Machine"], now: float) -> None:
         for machine in machines:
@@ -60,6 +63,14 @@ class Company:
         if own is not None and own.peers - {machine.peer} and own.made.digest in lineage and now - since < ALONE_SECONDS:
             return f"{now - since:.0f} s after somebody was live whom it could go by"
         return ""
+
+    def led_for(self, machine: "Machine", led: Collection[str], now: float) -> float:
+        """For how many seconds it has been one of those that are led while it saw two others that it has met."""
+        elsewhere = self._there(machine, now) & (set(machine.met()) - set(led))
+        if machine.peer not in led or len(elsewhere) < 2:
+            self._led_since.pop(machine.peer, None)
+            return 0.0
+        return now - self._led_since.setdefault(machine.peer, now)
 
     def _live(self, machine: "Machine", now: float) -> set[str]:
         """Whom it sees that it has met, or whose seal is in its certificate."""

@@ -8,10 +8,12 @@ import asyncio
 import contextvars
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+SERVER = ""
+"""The dataset server, in the place of a peer: it is on a side of a partition, too."""
 _RETRANSMISSION_SECONDS = 0.3
 _LINGER_SECONDS = 60.0
 """How long a stream lives over a broken path, as TCP does; then both ends hear that it is gone."""
@@ -53,9 +55,10 @@ class Network:
         """Of no process: the net lives on when one dies."""
         self.hosts: dict[str, Host] = {}
         self.sides: dict[str, int] = {}
-        """Peer -> its side of a partition; empty: there is none."""
+        """Peer -> its sides, a bit for each partition that there is; who is not named is on side 0 of all."""
         self.cut_off: list[str] = []
         """Peers that reach nobody, whatever side they are on; once for each strike that cuts them off."""
+        self._partitions = 0
         self.messages = self.bytes = self.resets = self.dials = 0
         self.reset_share = 0.0
         """Of all messages, those on which a stream breaks."""
@@ -66,8 +69,17 @@ class Network:
         return bool(self.sides) and self.sides.get(one, 0) != self.sides.get(other, 0)
 
     def reaches_server(self, peer: str) -> bool:
-        """A server is on the larger side."""
-        return not self.sides.get(peer, 0) and peer not in self.cut_off
+        return not self.parted(peer, SERVER)
+
+    def part(self, peers: Iterable[str]) -> int:
+        """The net falls apart, these on one side; returns what `heal` needs. Partitions may overlap: none ends another one."""
+        self._partitions += 1
+        side = 1 << self._partitions
+        self.sides |= {peer: self.sides.get(peer, 0) | side for peer in peers}
+        return side
+
+    def heal(self, side: int) -> None:
+        self.sides = {peer: left for peer, sides in self.sides.items() if (left := sides & ~side)}
 
     def reaches(self, caller: str, peer: str) -> bool:
         """Whether `caller` can open a stream to `peer`: directly, over a connection that a peer behind NAT has opened to one that can be

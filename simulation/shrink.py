@@ -37,6 +37,7 @@ def command(scenario: Scenario) -> str:
     words += ["--liars", str(scenario.liars)] if scenario.liars else []
     words += ["--two_faced"] if scenario.two_faced else []
     words += ["--wrong_mean"] if scenario.wrong_mean else []
+    words += ["--met_child"] if scenario.met_child else []
     words += ["--chunks", str(scenario.chunks)] if scenario.chunks > 1 else []
     words += ["--strangers", ",".join(scenario.strangers)] if scenario.strangers else []
     words += ["--sync", scenario.sync, "--wire", scenario.wire, *(["--overlap"] if scenario.overlap else [])]
@@ -111,10 +112,12 @@ class Shrinking:
         yield replace(self.scenario, faults=tuple(name for name in self.scenario.faults if name != "nat"))
         yield replace(self.scenario, overlap=False)
         yield replace(self.scenario, assistants=0)
+        yield replace(self.scenario, assistants=min(self.scenario.assistants, 1))
         yield replace(self.scenario, strangers=())
         yield replace(self.scenario, liars=0)
         yield replace(self.scenario, two_faced=False)
         yield replace(self.scenario, wrong_mean=False)
+        yield replace(self.scenario, met_child=False)
         yield replace(self.scenario, trusted=0)
         yield replace(self.scenario, members=False)
         yield replace(self.scenario, chunks=1)

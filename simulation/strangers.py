@@ -41,7 +41,7 @@ async def attack(world: "World", row: str, *, members: int = 0) -> None:
     band = SimBand(world, random.Random(f"{world.scenario.seed} {row}"), members)
     harm = ROWS[row].find()
     process = Process(SimpleNamespace(short=row, world=world), "stranger")
-    band.process = process
+    band.process, band.met = process, row == "met-child"
     world.note(f"world: {row} comes")
     attacking = process.spawn(harm(band))
     await asyncio.wait([attacking])
@@ -59,6 +59,8 @@ class _Key:
 
 class SimBand(Band):
     process: Process
+    met: bool
+    """Whether honest peers are to meet it, and not only to hear of it."""
 
     def __init__(self, world: "World", rng: random.Random, members: int = 0):
         super().__init__("", None, rng, contextlib.AsyncExitStack())
@@ -89,7 +91,9 @@ class SimBand(Band):
             await asyncio.sleep(0.5)
 
     def say(self, **values: Any) -> None:
-        if values["event"] == "forged":
+        if values["event"] == "forged" and self.met:
+            self._world.checks.forged_by_met.add(values["digest"])
+        elif values["event"] == "forged":
             self._world.checks.forged[values["digest"]] = self._members > 0
         if values["event"] == "lied":
             self._world.checks.lies.told(values["parent"], values["members"], values["to_all_by"])

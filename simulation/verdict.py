@@ -34,7 +34,8 @@ class Verdict:
             recent = checks.lineage(world.tip())[:_RECENT_ROUNDS]
             behind = [machine for machine in world.machines if checks.stands(machine) not in recent]
             idle = [machine for machine in world.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
-            if not idle and all(self._apart_by_rule(machine, recent) for machine in behind):
+            excused = all(self._apart_by_rule(machine, recent) for machine in behind)
+            if not idle and excused and not (behind and self._server_says_where()):
                 gone = {machine.peer for machine in world.gone} | world.strangers
                 differs = "" if behind else checks.ledger.agrees(world.server.book, recent, gone)
                 if not differs:
@@ -107,10 +108,21 @@ class Verdict:
         commit = checks.commits.get(checks.stands(machine))
         return commit.round if commit else 0
 
+    def _server_says_where(self) -> bool:
+        """Whether two groups that never met come together by the server's word (R8): it needs a minute or two, and they have the whole bound."""
+        world = self._world
+        return bool(world.run.members_of) and world.server.bans.countersigned in world.checks.lineage(world.tip())
+
     def _apart_by_rule(self, machine: "Machine", branch: Sequence[str]) -> bool:
-        """Whether it stays on its branch because of whom it has met there: two groups that never met stay apart (docs/internals.md)."""
+        """Whether it stays on its branch because of whom it has met there: two groups stay apart if not all of both have met (docs/internals.md).
+
+        Where all have met each other, both sides count the same, and one side moves: also three against three.
+        """
         world, checks = self._world, self._world.checks
-        met = set(machine.met())
-        here = sum(other.peer in met for other in world.machines if checks.stands(other) not in branch)
-        there = sum(other.peer in met for other in world.machines if checks.stands(other) in branch)
-        return here > 0 and here + 1 >= there
+        met = {other.peer: set(other.met()) for other in world.machines}
+        there = [other.peer for other in world.machines if checks.stands(other) in branch]
+        here = [peer for peer in met if peer not in there]
+        if all(one in met[other] and other in met[one] for one in here for other in there):
+            return False
+        ours = sum(peer in met[machine.peer] for peer in here)
+        return ours > 0 and ours + 1 >= sum(peer in met[machine.peer] for peer in there)

@@ -46,7 +46,7 @@ _ASKED_OF_A_LOG_LINE = "_srcfile", "logThreads", "logProcesses", "logMultiproces
 _CHUNKS_LINK = 4.0
 """So much faster are links where a state has chunks. A round may take 1.6 s; of its mean, 1 MB, a peer that three follow sends 16 Mbit/s."""
 _TRUSTED_SECONDS = 30.0
-_OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN = "one-more-sample", "two-faced", "member-wrong-means"
+_OF_LIARS, _OF_THE_TWO_FACED, _OF_THE_WRONG_MEAN, _OF_THE_MET = "one-more-sample", "two-faced", "member-wrong-means", "met-child"
 """The rows that members play who lie."""
 STRANGERS = (
     "made-up-state", "one-more-sample", "burnt-number", "long-header", "drip-donor", "slot-hog", "nan", "absent", "silent", "stalling-leader",
@@ -90,6 +90,8 @@ class Scenario:
     """In a run for members, whether one more comes that assists, gives one member of each round another mean than the others, and signs both."""
     wrong_mean: bool = False
     """In a run for members, whether one more comes that assists, and gives all members of each round one wrong mean, which it signs."""
+    met_child: bool = False
+    """Whether one more comes that assists honestly, and signs made-up children of the newest state; in a run for members, a member."""
     total_samples: int = 0
     """Where the run ends, unless the host puts the end off; 0: nowhere."""
     members: bool = False
@@ -101,6 +103,11 @@ class Scenario:
     """How many wait for each other before they start."""
     chunks: int = 1
     """In which a state travels, each of 4 MiB but for the last: with two, a round of three peers takes seven times as much CPU time."""
+
+    @property
+    def is_beset(self) -> bool:
+        """Whether somebody in it means harm."""
+        return bool(self.strangers or self.liars or self.two_faced or self.wrong_mean or self.met_child)
 
     @property
     def elements(self) -> int:
@@ -175,6 +182,7 @@ class World:
         self.gone: list[Machine] = []
         self.verdict = Verdict(self)
         self._born = 0
+        self._dice: dict[str, random.Random] = {}
         self._trace, self._lines = hashlib.blake2b(digest_size=16), deque(maxlen=_TRACE_LINES)
         self._last_commit = self._slowest = 0.0
         self._stopped = asyncio.Event()
@@ -185,6 +193,10 @@ class World:
         key = self.server.dataset.key
         named = self.machines[: self.scenario.trusted]
         self.server.bans.hear([sign_word(key, self.run, machine.peer, trusted=True, clock=self.loop.time) for machine in named])
+
+    def dice(self, name: str) -> random.Random:
+        """Of its own for each name: what is drawn with them changes nothing else that is drawn."""
+        return self._dice.setdefault(name, random.Random(f"{self.scenario.seed} {name}"))
 
     def note(self, text: str) -> None:
         line = f"{self.loop.time():12.6f} {text}"
@@ -335,6 +347,7 @@ class World:
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_LIARS, members=scenario.liars))] if scenario.liars else []
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_TWO_FACED, members=1))] if scenario.two_faced else []
         self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_WRONG_MEAN, members=1))] if scenario.wrong_mean else []
+        self._attacks += [asyncio.ensure_future(self._attacked(_OF_THE_MET, members=int(scenario.members)))] if scenario.met_child else []
         if scenario.strikes is None:
             striking = [strike_at_random(self, name) for name in scenario.faults if name in FAULTS]
         else:
@@ -351,7 +364,7 @@ class World:
         await (self.verdict.all_end() if scenario.total_samples else self.verdict.all_commit())
         if not (scenario.faults or scenario.strikes):
             await self.verdict.all_buried()
-        if not (scenario.faults or scenario.strangers or scenario.liars or scenario.two_faced or scenario.wrong_mean):
+        if not (scenario.faults or scenario.strikes or scenario.is_beset):
             self.checks.traffic(self.network.messages, self.checks.round, len(self.machines))
 
     async def _attacked(self, row: str, *, members: int = 0) -> None:
@@ -366,6 +379,8 @@ class World:
         with contextlib.suppress(asyncio.TimeoutError):
             await within(_LOOK_SECONDS, self._stopped.wait())
         self.checks.raise_if_broken()
+        if self.scenario.met_child:
+            self.checks.led()
         if self.scenario.liars:
             self.checks.company.look(self.live, self.loop.time())
         if self.loop.time() % 10 < _LOOK_SECONDS:

@@ -284,6 +284,8 @@ class Reducer:
     to_all: whether all members of a group are told the same.
     """
 
+    enters_as = Guest
+
     def __init__(self, band: Band, lies: Callable[[Part, bytes], Mean], *, to_all: bool = True):
         self.band, self._lies, self._to_all = band, lies, to_all
         self._shares: dict[str, tuple[list[Part], set[str]]] = {}
@@ -291,7 +293,7 @@ class Reducer:
 
     async def run(self) -> None:
         stranger = await self._well_placed()
-        guest = Guest(self.band, stranger, comes=self._comes, waiting_samples=0, samples_per_second=0.0, phase="assist")
+        guest = self.enters_as(self.band, stranger, comes=self._comes, waiting_samples=0, samples_per_second=0.0, phase="assist")
         await stranger.serve(REDUCE, self._reduce)
         await guest.settle_in()
         seen = asyncio.create_task(guest.be_seen())

@@ -121,6 +121,7 @@ _ALL = (
         "wrong-means", "wrong_mean", "assists, gives all members of a group one wrong mean, and signs it",
         attack="wrong-mean-to-all", figure="banned_after_rounds", bound=20,
     ),
+    Row("met-child", "met_child", "a member: assists honestly, and signs made-up children of the newest state in half of its looks", let_in=True),
     _member("sign-flip", "lies", "contributes the last mean turned round", attack="turned"),
     _member("x10", "lies", "contributes the last mean x10"),
     _member("x1e6", "lies", "contributes the last mean x1,000,000"),

@@ -70,17 +70,17 @@ async def _chunk_bytes(frames: Frames, index: int) -> int:
     return count
 
 
-def child_of(header: Record, digest: str, member: Record) -> Record:
-    """The header of a round that only `member` took part in; everything adds up."""
+def child_of(header: Record, digest: str, *members: Record) -> Record:
+    """The header of a round that only `members` took part in; everything adds up."""
     final = {name: header[name] for name in ("round", "samples", "members")}
     ancestors = [{**final, "digest": digest, "parent": header["parents"][0]}, *header["ancestors"]] if header["round"] else []
     return {
         **header,
         "round": header["round"] + 1,
-        "samples": header["samples"] + member["samples"],
+        "samples": header["samples"] + sum(member["samples"] for member in members),
         "parents": [digest, *header["parents"]][:8],
-        "included": {**header["included"], member["peer"]: member["number"]},
-        "members": [member],
+        "included": header["included"] | {member["peer"]: member["number"] for member in members},
+        "members": list(members),
         "ancestors": ancestors[:8],
     }
 
@@ -170,10 +170,10 @@ class Shelf:
 
 
 class Forger:
-    """Puts a forged descendant of the newest honest state on the shelf, again and again."""
+    """Puts a forged descendant of the newest honest state on the shelf, again and again. decades: of its values, from 1 on."""
 
-    def __init__(self, band: Band, shelf: Shelf, edit: Edit):
-        self._band, self._shelf, self._edit, self._size = band, shelf, edit, 0
+    def __init__(self, band: Band, shelf: Shelf, edit: Edit, decades: float = 30):
+        self._band, self._shelf, self._edit, self._decades, self._size = band, shelf, edit, decades, 0
         self._noise = np.random.default_rng(band.rng.randrange(2**32))
 
     async def forge(self) -> Record:
@@ -186,7 +186,7 @@ class Forger:
         self._shelf.evidence = await self._evidence_of(holders)
         forged = self._edit(self._band, header, head["digest"])
         # Finite, and as far from anything learned as float32 goes.
-        scale = 10.0 ** self._band.rng.uniform(0, 30)
+        scale = 10.0 ** self._band.rng.uniform(0, self._decades)
         digest = self._shelf.put(Made(forged, (self._noise.standard_normal(self._size // 4) * scale).astype("<f4").tobytes()))
         told = {"digest": digest, "samples": forged["samples"], "round": forged["round"], "parents": forged["parents"]}
         return self._band.waiting(head, **told, waiting_samples=0)

@@ -206,7 +206,7 @@ async def _take(reduction: Reduction, frames: Frames) -> None:
             said, sent = await frames.receive(40)
             data = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
             hashes.append(part_hash(part, data))
-            if index == len(reduction.parts) - 1:
+            if index == len(reduction.parts) - 1 and "signature" in said:  # in an open run nobody signs
                 reduction.inputs[frames.peer] = Input(peer=frames.peer, digest=tree_digest(hashes), signature=said["signature"], key=said["key"])
             reduction.add(frames.peer, index, data)
 

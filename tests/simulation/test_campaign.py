@@ -27,6 +27,13 @@ def test_a_seeds_scenario_is_its_own_and_all_kinds_are_drawn():
     assert {s.overlap for s in scenarios} == {True, False} and not any(s.overlap and s.sync == "gradients" for s in scenarios)
 
 
+def test_in_one_world_of_ten_two_or_three_assist_few_who_train():
+    several = [world for world in map(mixed, range(2000)) if world.assistants > 1]
+    assert 100 < len(several) < 250 and {world.assistants for world in several} == {2, 3}
+    assert all(world.peers <= 2 and world.trusted <= world.peers for world in several if not world.strangers)
+    assert any("partition" in world.faults and world.peers == 1 for world in several) and any(world.members for world in several)
+
+
 def test_a_beset_campaign_plays_only_worlds_in_which_somebody_means_harm(tmp_path, monkeypatch):
     monkeypatch.setattr(simulation.campaign, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
     monkeypatch.setattr(simulation.campaign, "played", lambda seed: line(seed) | {"rounds": 1})

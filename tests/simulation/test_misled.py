@@ -7,8 +7,9 @@ import pytest
 
 from peer.sync.engine.round.heads import ALONE_SECONDS
 from simulation.checks import Breach, Checks
-from simulation.misled import Company, Misled
+from simulation.misled import MOST_LED_SECONDS, Company, Misled
 from simulation.records import Seen
+from simulation.world import Scenario, World
 
 STATE = "d" * 64
 
@@ -103,3 +104,53 @@ def test_where_nothing_is_promised_the_world_ends_and_no_promise_is_broken(peer,
     checks._follows_liars(ours, "f" * 64)
     with pytest.raises(end, match="which a stranger made up"):
         checks.raise_if_broken()
+
+
+@pytest.mark.parametrize("members", [True, False])
+def test_one_that_all_have_met_signs_made_up_children_and_reduces_honestly(members):
+    """Who follows it is told. It can lead most of them today: what breaks here is that, and nothing else."""
+    world = World(Scenario(seed=3, peers=4, hours=0.015, faults=(), members=members, met_child=True))
+    outcome = world.play()
+    (_, liar) = world.strangers
+    assert world.checks.forged_by_met and sum({*machine.met()} >= {liar} for machine in world.machines) >= 3
+    assert not outcome.breach or "what one made up whom" in outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert not world.checks.lies.proven and outcome.adopted["averaged"] > 10
+
+
+@pytest.fixture
+def led(peer):
+    """Four peers that have met each other, and a state that one made up whom all have met. Who follows it then."""
+    names = {"ann", "bob", "cy", "dee"}
+    peers = {name: peer(name, met=names - {name}) for name in names}
+    clock = SimpleNamespace(now=1000.0)
+    live = [*peers.values()]
+    world = SimpleNamespace(loop=SimpleNamespace(time=lambda: clock.now), strangers={"liar"}, stop=lambda: None, live=live, machines=live)
+    checks = Checks(world)
+    checks.forged_by_met.add("made up")
+    checks._commit_forged("made up", "one", 2, 24, (("liar", 1, 8),))
+
+    def look(*follow, at=1000.0, seen=names):
+        clock.now = at
+        for name, machine in peers.items():
+            machine.sees(*(peers[other] for other in seen - {name}), read=at)
+            checks._stands[name] = 1, "made up" if name in follow else "two"
+        checks.led()
+        try:
+            checks.raise_if_broken()
+        except Breach as breach:
+            return str(breach)
+        return ""
+
+    return look
+
+
+def test_one_whom_they_have_met_leads_most_honest_peers_to_no_state_that_it_made_up(led):
+    assert not led("ann", "bob")
+    assert "3 of 4 honest peers follow" in led("ann", "bob", "cy")
+
+
+def test_and_nobody_for_two_minutes_while_two_others_are_live_elsewhere(led):
+    assert not led("ann") and not led("ann", at=1000.0 + MOST_LED_SECONDS)
+    assert not led(at=1130.0) and not led("ann", at=1140.0), "it was back"
+    assert not led("ann", at=1200.0, seen={"ann", "bob"}) and not led("ann", at=1270.0), "it saw only one of them"
+    assert "follows for 121 s" in led("ann", at=1391.0)

@@ -3,7 +3,7 @@
 import random
 from types import SimpleNamespace
 
-from simulation.network import Host, Link, Network, SimPipe
+from simulation.network import SERVER, Host, Link, Network, SimPipe
 
 
 class Timers:
@@ -44,3 +44,19 @@ def test_nothing_overtakes_in_a_stream_while_it_waits_for_the_end_of_a_partition
     network.sides = {}
     loop.run(30.0)
     assert bytes(there._data) == bytes(range(40)) and there._ended
+
+
+def test_the_end_of_a_partition_ends_no_other_one():
+    network = Network(Timers(), random.Random(1))
+    first, nobodys = network.part(["a", "b"]), network.part([])
+    second = network.part(["b", "c", SERVER])
+
+    def together():
+        return {one + other for one in "abcd" for other in "abcd" if one < other and not network.parted(one, other)}, {*filter(network.reaches_server, "abcd")}
+
+    assert together() == (set(), {"c"})
+    network.heal(nobodys)
+    network.heal(first)
+    assert together() == ({"bc", "ad"}, {"b", "c"})
+    network.heal(second)
+    assert together() == ({"ab", "ac", "ad", "bc", "bd", "cd"}, {*"abcd"})

@@ -1,6 +1,7 @@
 """Worlds with one thing in particular: what once took real processes, and no operating system is the subject of."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -81,6 +82,35 @@ def test_guests_follow_those_who_were_there_and_leave_in_order():
     assert outcome.withdrawn == 0 and outcome.committed > 0.95
 
 
+@pytest.mark.parametrize("back", [False, True])
+def test_a_crowd_goes_on_from_the_state_of_those_who_all_left_as_it_came(back):
+    """They fetch it while its makers are killed 1.5 s apart, some of them beside the last of these."""
+    world = World(Scenario(1, peers=3, hours=0.03, strikes=parse_strikes(f"crowd@40/0(peers=3,apart=1.5,seconds=30,back={back})")))
+    outcome = world.play()
+    assert_holds(outcome)
+    makers, crowd = [({machine.peer for machine in world.machines + world.gone if (machine.number <= 3) is there}) for there in (True, False)]
+    assert {machine.peer for machine in world.gone} == (set() if back else makers) and len(crowd) == 3
+    members = [{peer for peer, *_ in world.checks.commits[digest].members} for digest in reversed(world.checks.lineage(world.tip()))]
+    assert members[0] <= makers and crowd <= members[-1] and crowd in members
+    assert not outcome.withdrawn and not outcome.apart
+
+
+def test_three_and_three_that_were_cut_off_from_each_other_come_together():
+    """All have met each other, so that both sides count the same: the one that moves is told by figures that are equal everywhere."""
+    outcome = play(Scenario(1, peers=6, hours=0.025, strikes=parse_strikes("partition@40/0(peers=1+2+3,seconds=40)")))
+    assert_holds(outcome)
+    assert outcome.withdrawn and not outcome.apart
+
+
+def test_in_a_run_for_members_the_server_brings_two_groups_together_that_never_met():
+    """Three made the newest state and were killed; three newcomers went on from it. In an open run they stay apart."""
+    scenario = Scenario(2, peers=3, hours=0.03, strikes=parse_strikes("crowd@40/0(peers=3,apart=1.5,seconds=30,back=True)"))
+    apart, together = play(scenario), play(replace(scenario, members=True))
+    assert_holds(apart)
+    assert_holds(together)
+    assert apart.apart == 3 and together.apart == 0 and together.withdrawn
+
+
 class Hangs(World):
     """Each sidecar of a guest hangs as soon as it is told to end."""
 
@@ -153,6 +183,13 @@ def test_peers_that_nobody_can_dial_come_together_once_somebody_assists():
     outcome = BehindRouters(Scenario(seed=1, peers=3, hours=0.015)).play()
     assert_holds(outcome)
     assert outcome.adopted["averaged"] >= 3
+
+
+def test_assistants_that_were_cut_off_together_follow_who_went_on():
+    """One trains, and two that assist kept each other on the state on which a minute's partition had found them."""
+    outcome = play(Scenario(3, peers=1, assistants=2, hours=0.03, strikes=parse_strikes("partition@40/0(peers=2+3,seconds=60)")))
+    assert_holds(outcome)
+    assert outcome.withdrawn == outcome.apart == 0 and outcome.rounds > 50
 
 
 def test_a_gap_in_what_the_server_knows_is_closed_by_those_who_come_back():

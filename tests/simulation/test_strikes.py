@@ -2,10 +2,12 @@
 
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from simulation.__main__ import _parser, _scenario
+from simulation.assistant import Assistant
 from simulation.campaign import mixed
 from simulation.faults import FAULTS, Strike, parse_strikes, written
 from simulation.shrink import Shrinking, command, promise
@@ -78,6 +80,26 @@ def test_a_strike_that_ends_undoes_no_other_one():
     assert not outcome.breach and outcome.failpoints["first_part_sent"] == 1
     first_alone = {(2, 1), (3, 1)}, [False, True, True]
     assert seen == {30.0: first_alone, 85.0: (first_alone[0] | {(3, 2)}, [False, False, True]), 95.0: first_alone, 130.0: (set(), [True] * 3)}
+
+
+def test_a_partition_may_put_the_server_with_either_side_and_ends_no_other_one():
+    strikes = "partition@20/0(peers=0+1,seconds=40);partition@30/0(peers=3,seconds=10)"
+    world, seen = World(Scenario(3, peers=3, hours=0.03, strikes=parse_strikes(strikes))), {}
+    for at in (25.0, 35.0, 50.0, 70.0):
+        world.later(at, lambda at=at: seen.update({at: [world.network.reaches_server(machine.peer) for machine in world.machines]}))
+    outcome = world.play()
+    assert not outcome.breach and written(outcome.strikes) == strikes
+    assert seen == {25.0: [True, False, False], 35.0: [True, False, False], 50.0: [True, False, False], 70.0: [True] * 3}
+
+
+def test_drawn_partitions_put_all_assistants_on_one_side_the_server_on_either_and_some_are_long():
+    world = World(Scenario(5, peers=2, assistants=2, faults=()))
+    world.machines = [*(SimpleNamespace(number=number) for number in (1, 2)), *(Assistant(world, f"Qm{number}", number) for number in (3, 4))]
+    drawn = [FAULTS["partition"].draw(world.rng, world) for _ in range(200)]
+    sides = [strike["peers"] for strike in drawn]
+    assert 30 < sum(set(side) - {0} == {3, 4} for side in sides) < 100 and 30 < sum(0 in side for side in sides) < 100
+    assert {strike["seconds"] for strike in drawn} == {3.0, 15.0, 60.0, 300.0}
+    world.loop.close()
 
 
 def test_a_machine_that_sleeps_is_not_woken_by_the_end_of_another_strike():
