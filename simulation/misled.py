@@ -23,7 +23,7 @@ _SURE_SECONDS = 15.0
 _ALL_ANSWER = {"guests", "clock", "answers", "ledger", "server", "pause", "extend", "discard"}
 """Faults beside which each peer that is live answers. Who is asked while it is stopped or cut off has shown nothing, for a minute."""
 MOST_LED_SECONDS = 120.0
-"""For which one that it has met may lead a peer (R2, R3, R6) while it sees two others that are elsewhere, and that it has met: R4 brings it back."""
+"""For which one that it has met may lead a peer (R2, R6) while it sees two others that are elsewhere, and that it has met: R4 brings it back."""
 _ASKED_SECONDS = 2 * ANSWER_SECONDS
 """Who has been there for this long has been asked what it can show, and has answered."""
 

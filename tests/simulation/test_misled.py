@@ -108,12 +108,12 @@ def test_where_nothing_is_promised_the_world_ends_and_no_promise_is_broken(peer,
 
 @pytest.mark.parametrize("members", [True, False])
 def test_one_that_all_have_met_signs_made_up_children_and_reduces_honestly(members):
-    """Who follows it is told. It can lead most of them today: what breaks here is that, and nothing else."""
+    """It led three of four within a minute, and two signers then led the rest."""
     world = World(Scenario(seed=3, peers=4, hours=0.015, faults=(), members=members, met_child=True))
     outcome = world.play()
     (_, liar) = world.strangers
     assert world.checks.forged_by_met and sum({*machine.met()} >= {liar} for machine in world.machines) >= 3
-    assert not outcome.breach or "what one made up whom" in outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
+    assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert not world.checks.lies.proven and outcome.adopted["averaged"] > 10
 
 

@@ -147,7 +147,7 @@ class Replica:
             self.bell, assists=assists,
         )  # fmt: skip
         self.rounds = Rounds(
-            run, self.end, node, streams, self.neighbours, company, self.heads, outer, self.phase, self.reception, self.next_round,
+            run, self.end, node, streams, self.neighbours, company, outer, self.phase, self.reception, self.next_round,
             seals=ShareSeals(run.digest, node) if self.members.needed else None, auditor=auditor, clock=clock, rng=self._rng,
         )  # fmt: skip
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)

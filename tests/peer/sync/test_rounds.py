@@ -43,7 +43,7 @@ class Swarm:
         reception = SimpleNamespace(standing=None, heard=None)
         next_round = NextRound(RUN, None, self.neighbours, Cell(STATE, Bell(), clock), lambda: self.now)
         phase = Cell(Phase.GROUP, Bell(), clock)
-        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, None, outer, phase, reception, next_round, clock=clock)
+        self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, outer, phase, reception, next_round, clock=clock)
 
     async def read(self, run_id: str) -> dict[str, PeerRecord]:
         return self.records

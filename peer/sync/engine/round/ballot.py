@@ -1,4 +1,4 @@
-"""Which state is right, by what live peers claim at one moment: the rules R1 to R7 of docs/internals.md, "Which state is right"."""
+"""Which state is right, by what live peers claim at one moment: the rules of docs/internals.md, "Which state is right"."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container
@@ -26,6 +26,8 @@ class Ballot:
     lineage: Lineage
     one_is_enough: Callable[[Head, Collection[Claim]], bool]
     """Whether these few signers, met, are enough for a descendant of ours."""
+    left_lately: Container[str] = ()
+    """States on which we stood a moment ago, or that came before ours then: who stands there still may not know yet what came of it."""
     we_lead: bool = True
     backers: int = 1
     """What our own record says: the others compare with that number."""
@@ -44,7 +46,9 @@ class Ballot:
         if not right:
             return {}
         # Of a lineage in motion most have signed what is older: what most sign comes first, then the newest that descends from it.
-        best = min((head for head in right if self.lineage.descends(head, right[0])), key=self._newest, default=right[0])
+        enough = min(SIGNERS_NEEDED, len(self._signers(right[0]))) if self.met else 1  # the newest of all may be one liar's
+        after = [head for head in right if self.lineage.descends(head, right[0]) and len(self._signers(head)) >= enough]
+        best = min(after, key=self._newest, default=right[0])
         ordered = [best, *(head for head in right if head != best)]
         return {head: {claim.peer for claim in self.claims if claim.head == head} for head in ordered}
 
@@ -134,10 +138,12 @@ class Ballot:
         return any(self._stands_on(claim.head, self.ours, head) for claim in self.voters)
 
     def _undecided(self, head: Head) -> int:
-        """How many strangers stand where neither branch had begun, after a round at least: they may have met some of us, and followed nobody."""
-        if self.met:
-            return 0
-        before = [claim.head for claim in self.voters if claim.head.samples]
+        """How many stand where neither branch had begun, after a round at least.
+
+        Strangers may have met some of us, and followed nobody. Of those that we have met, only who stands where we stood a moment ago: just after
+        a round nobody else is where we are yet, and one that lies would be as many as we.
+        """
+        before = [claim.head for claim in self.voters if claim.head.samples and (not self.met or claim.head.digest in self.left_lately)]
         return sum(self.lineage.descends(head, fork) and self.lineage.descends(self.ours, fork) for fork in before)
 
     def _weight(self, tip: Head, other: Head, ourselves: int) -> int:

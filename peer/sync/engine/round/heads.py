@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from peer.sync.engine.round.ballot import Ballot
 from peer.sync.engine.round.claims import Claim, Claims, head_of
 from peer.sync.engine.round.evidence import Evidence
-from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.lineage import Lineage
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.state import Head, Header, State, better
@@ -27,7 +26,9 @@ long. A restart, or a link that broke, is over by then; and strangers that we do
 IDLE_SECONDS = 300.0
 """Once nobody has trained for this long on the state where we stand and do not train either, those who stand there have no say: no round comes
 of it. Shorter, a member that lies could lead those who assist astray while all others restart."""
-_CALLS_KEPT, _GROUPS_KEPT, _LED_KEPT = 16, 4, 64
+_LATELY_SECONDS = 30.0
+"""After our state has changed, within which the others know of that: a record lives for 20 s."""
+_CALLS_KEPT, _LED_KEPT = 16, 64
 _MOST_STRANGERS = 32
 """The longest seen, of those that vote where nobody that we have met is live: a look compares all of them with each other."""
 
@@ -55,12 +56,9 @@ class Heads:
         self._met, self._others, self._broken, self._clock, self._leads, self._trains = met, others, broken, clock, leads, trains
         self._claims = Claims(others, clock)
         self._let_go: dict[str, deque[str]] = {}
-        self._groups: deque[Group] = deque(maxlen=_GROUPS_KEPT)
-        self._as_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
-        """States that one signer was enough for, since they may be what came of one of our last groups."""
-        self._not_ours: deque[str] = deque(maxlen=_CALLS_KEPT)
-        """Of these, those whose header has shown that they did not."""
         self._lineage = Lineage()
+        self._left: dict[str, float] = {}
+        """The last states before ours, and when we, or who led us to ours, had left them."""
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted_since: float | None = None
@@ -79,15 +77,11 @@ class Heads:
                 if self._ours.digest in digests:
                     digests.append(state.digest)
         self._ours, self._from_base = Head.of(state), not state.header.round
-        # What came of these is ours, and who was in them is no more believed than others.
-        came_of = self._groups_in(state.header)
-        self._groups = deque([group for group in self._groups if group not in came_of], _GROUPS_KEPT)
+        self._left = {digest: self._left.get(digest, self._clock()) for digest in state.header.parents}
         self._lineage.stand(self._ours, state.header)
         self._included = state.header.included
         self._with_us = (), 0.0
         self._deserted_since = self._idle_since = None
-        if state.digest in self._not_ours:
-            self._not_ours.remove(state.digest)  # ours now, however it came about: what we average onto it may come by one signer
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
@@ -100,10 +94,6 @@ class Heads:
         """`peer` called us to a round on the state `digest`, and we had nothing to bring in time: it may go on without us."""
         self._let_go.setdefault(peer, deque(maxlen=_CALLS_KEPT)).append(digest)
         self._let_go = {peer: digests for peer, digests in self._let_go.items() if peer in self._met}
-
-    def averages_in(self, group: Group) -> None:
-        """We average in `group`: what fails here may be there at the others, with our contribution in it."""
-        self._groups.append(group)
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
@@ -177,7 +167,7 @@ class Heads:
         leaderless = self._leaderless()
         if sure := self._on_the_branch(claims):
             ballot = Ballot(
-                self._ours, True, claims, _with_a_vote(sure)[:_MOST_STRANGERS], False, self._lineage, one_is_enough, self._leads,
+                self._ours, True, claims, _with_a_vote(sure)[:_MOST_STRANGERS], False, self._lineage, one_is_enough, we_lead=self._leads,
                 left_behind=left_behind, needs_more=True, certified=True,
             )  # fmt: skip
             if ballot.right():  # else ours is better, and what comes after it counts as ever
@@ -193,9 +183,12 @@ class Heads:
         for claim in voters if met else claims[:_MOST_STRANGERS]:
             self._lineage.learn(claim.head)
         return Ballot(
-            self._ours, self._from_base or elsewhere, claims, voters, bool(met), self._lineage, one_is_enough, self._leads,
-            self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
+            self._ours, self._from_base or elsewhere, claims, voters, bool(met), self._lineage, one_is_enough, self._left_lately(),
+            self._leads, self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
         )  # fmt: skip
+
+    def _left_lately(self) -> set[str]:
+        return {digest for digest, since in self._left.items() if self._clock() - since < _LATELY_SECONDS}
 
     def _on_the_branch(self, claims: list[Claim]) -> list[Claim]:
         """Those who count on the branch that the host's server has just countersigned, as a newcomer would see it: only where ours is another one,
@@ -282,34 +275,11 @@ class Heads:
         """Why what was fetched as `head` is not to be taken over; empty: nothing is against it."""
         if header.samples != head.samples or (head.parents and header.parents != head.parents):
             return "its samples or ancestors are not those that its signers promised"
-        if head.digest not in self._as_ours or self._groups_in(header):
-            return ""
-        if self._ballot(self._went_on_without_us).is_right(head):
-            return ""
-        self._as_ours.remove(head.digest)
-        self._not_ours.append(head.digest)
-        return "it is not what came of the round that we took part in"
-
-    def _groups_in(self, header: Header) -> list[Group]:
-        """Those of our groups that made this state, or one of its ancestors."""
-        made = {each.parent: each.members for each in header.ancestors} | dict.fromkeys(header.parents[:1], header.members)
-        return [group for group in self._groups if made.get(group.parent) == group.members]
+        return ""
 
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
-        """Whether one peer that we have met may have made `head` without a second one: after it called us in vain, or with us."""
-        if self._went_on_without_us(head, signers):
-            return True
-        theirs = {claim.peer for claim in signers}
-        if not any(group.parent in head.parents and not theirs.isdisjoint(group.peers) for group in self._groups):
-            return False
-        if not {head.digest, *head.parents}.isdisjoint(self._not_ours):
-            return False
-        if head.digest not in self._as_ours:
-            self._as_ours.append(head.digest)  # its header must name the group: `refusal`
-        return True
-
-    def _went_on_without_us(self, head: Head, signers: Collection[Claim]) -> bool:
-        return any(self._ours.digest in self._let_go.get(claim.peer, ()) for claim in signers)
+        """Whether one peer that we have met, and that trains, may have made `head` without a second one: after it called us in vain."""
+        return any(claim.trains and self._ours.digest in self._let_go.get(claim.peer, ()) for claim in signers)
 
 
 def _with_a_vote(claims: list[Claim]) -> list[Claim]:

@@ -24,7 +24,6 @@ from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.company import Company
 from peer.sync.engine.round.excerpts import Auditor
 from peer.sync.engine.round.groups import Group, NoGroup, Ticket
-from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.matchmaking import Matchmaker
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
@@ -84,7 +83,7 @@ class _Led(NamedTuple):
 
 
 class Rounds:
-    """phase: becomes GROUP and AVERAGE as an attempt comes to them; heads: told the group that we average in; next_round: what others promise."""
+    """phase: becomes GROUP and AVERAGE as an attempt comes to them; next_round: what others promise."""
 
     def __init__(
         self,
@@ -94,7 +93,6 @@ class Rounds:
         streams: Streams,
         neighbours: Neighbours,
         company: Company,
-        heads: Heads,
         outer: OuterStep,
         phase: Cell[Phase],
         reception: Reception,
@@ -105,7 +103,7 @@ class Rounds:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
     ):
-        self._end, self._node, self._neighbours, self.company, self._heads = end, node, neighbours, company, heads
+        self._end, self._node, self._neighbours, self.company = end, node, neighbours, company
         self._outer, self._phase, self._next_round, self._clock = outer, phase, next_round, clock
         self._receipts, self._rng = Receipts.of(run), rng or random.SystemRandom()
         self._draw = self._drawn()
@@ -197,7 +195,6 @@ class Rounds:
             self._remember(group)
             self._led = _Led(group.parent, group.leader)
             self._phase.set(Phase.AVERAGE)
-            self._heads.averages_in(group)
             await failpoints.reached("group_closed", self._node.peer_id)
             mean = await (self._own(offer) if len(group.peers) == 1 else self._mean(group, offer, age_seconds))
         except RoundFailed as error:
