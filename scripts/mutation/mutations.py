@@ -41,8 +41,8 @@ MUTATIONS = (
     Mutation(
         "unflushed_number",
         "a contribution's number is not flushed before it is used: after a power cut it is given to other bytes",
-        "        file.write(data)\n        sync(file)\n    part.replace(path)\n    flush(path.parent)\n",
-        "        file.write(data)\n    part.replace(path)\n",
+        "            file.write(data)\n            sync(file)\n        part.replace(path)\n",
+        "            file.write(data)\n        part.replace(path)\n",
         under="swarm/files.py",
     ),
     Mutation(

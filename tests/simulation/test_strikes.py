@@ -47,7 +47,7 @@ def test_the_strikes_of_a_world_make_the_same_world_again():
 def test_a_peer_that_falls_or_is_cut_off_at_a_point_comes_back():
     there = ("mean_complete,action=power", "rebased,action=peer", "first_part_sent,action=cut", "frozen,action=stop", "joined,action=fail")
     strikes = ";".join(f"failpoint@{15 * number}/{1 + number % 3}(name={what},seconds=14)" for number, what in enumerate(there, 1))
-    world = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes)))
+    world = World(Scenario(4, peers=3, hours=0.04, strikes=parse_strikes(strikes)))
     outcome = world.play()
     assert outcome.failpoints == dict.fromkeys(("mean_complete", "rebased", "first_part_sent", "frozen", "joined"), 1) and not outcome.breach
     assert not world.network.cut_off

@@ -24,7 +24,8 @@ from swarm.run_config import RunConfig
 
 
 def say(**values) -> None:
-    print(json.dumps(values), flush=True)
+    sys.stdout.write(json.dumps(values) + "\n")  # in one piece: the sidecar writes to the same file
+    sys.stdout.flush()
 
 
 def build(out: Path, strategy: str, peers: list[str], options: dict[str, str]):
