@@ -8,7 +8,7 @@ _SECONDS, _MOST_DOUBLINGS, _MOST_REMEMBERED = 5.0, 4, 4096
 
 class Forgiving(Blacklist):
     """For 5 s, then 10 s, up to 80 s, of at most 4,096 peers. hivemind's doubles without end: a server that was away for 8 h was not asked for 3.4 h
-    more. And it forgets nobody who never answered, of whom a stranger can name 20 in each answer."""
+    more. And hivemind remembers every peer that never answered; a stranger can name 20 such peers in each answer."""
 
     def __init__(self) -> None:
         super().__init__(base_time=_SECONDS, backoff_rate=2.0)
