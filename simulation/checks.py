@@ -75,7 +75,7 @@ class Checks:
         self.forged: dict[str, bool] = {}
         """Digests of the states that strangers made up, and whether members did."""
         self.forged_by_met: set[str] = set()
-        """Digests of the states that one made up whom honest peers have met."""
+        """Digests of the states that a liar made up. Honest peers have met it."""
         self.company = Company(world.strangers)
         self.discarded: dict[str, float] = {}
         """Digests of the states that the host has discarded, and when."""
@@ -188,7 +188,7 @@ class Checks:
         self.commits.setdefault(digest, Commit(digest, parent, number, samples, members, included))
 
     def led(self) -> None:
-        """Who stands on or after what one made up whom they have met: never most of the honest, and nobody for long beside two who do not."""
+        """A liar that all have met leads never most of the honest peers, and nobody for long beside two others that stand elsewhere."""
         world, now = self._world, self._world.loop.time()
         led = {machine.peer for machine in world.live if not self.forged_by_met.isdisjoint(self.lineage(self.stands(machine)))}
         if 2 * len(led) > len(world.machines):

@@ -114,7 +114,7 @@ class Verdict:
         return bool(world.run.members_of) and world.server.bans.countersigned in world.checks.lineage(world.tip())
 
     def _apart_by_rule(self, machine: "Machine", branch: Sequence[str]) -> bool:
-        """Whether it stays on its branch because of whom it has met there: two groups stay apart if not all of both have met (docs/internals.md).
+        """Whether it may stay on its branch: two groups may stay apart if some of both have not met (docs/internals.md).
 
         Where all have met each other, both sides count the same, and one side moves: also three against three.
         """

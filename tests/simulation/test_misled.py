@@ -119,7 +119,7 @@ def test_one_that_all_have_met_signs_made_up_children_and_reduces_honestly(membe
 
 @pytest.fixture
 def led(peer):
-    """Four peers that have met each other, and a state that one made up whom all have met. Who follows it then."""
+    """Four peers that have met each other and a liar, and a state that the liar made up. Who follows it then."""
     names = {"ann", "bob", "cy", "dee"}
     peers = {name: peer(name, met=names - {name}) for name in names}
     clock = SimpleNamespace(now=1000.0)

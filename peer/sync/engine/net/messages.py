@@ -40,7 +40,7 @@ from peer.sync.engine.state import (
     Header,
 )
 from swarm.proofs import MOST_PROOFS, Proof
-from swarm.records import SEAL, Membership
+from swarm.records import SEAL, Membership, Text
 from swarm.signing import SIGNATURE
 from swarm.statements import Input
 from swarm.statements import Key as PeerPublicKey
@@ -81,8 +81,6 @@ def _a_float(value: Any) -> float:
     return value
 
 
-Text = Annotated[str, StringConstraints(strict=True, max_length=64, pattern=r"^[\x20-\x7e]*$")]
-"""A peer's id, a digest or another name: nothing that a record or a proof could not say."""
 Count = Annotated[int, Field(strict=True, ge=0, le=MOST_COUNT)]
 Flag = Annotated[bool, Field(strict=True)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]

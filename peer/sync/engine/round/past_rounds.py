@@ -130,7 +130,7 @@ class Past:
     def _proven(self, newer: CommittedRound, rounds: Iterable[CommittedRound]) -> list[CommittedRound]:
         """Those that lead from `newer` backwards. Our header proves their digests; of the members only how many samples they had together.
 
-        So what we know already stays: other members may be a lie, and whoever made a round alone is the only one to know better.
+        So what we know already stays. A peer that lies may name other members, and only whoever made a round alone knows better.
         """
         proven = []
         for told in rounds:
