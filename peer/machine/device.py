@@ -123,7 +123,7 @@ def _best_format(device: torch.device, num_parameters: int, half: str) -> tuple[
         return importlib.import_module("peer.machine.xla").best_format()
     if device.type == "cuda":
         gpu = "{} (compute capability {}.{})".format(torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device))
-        if torch.cuda.is_bf16_supported(including_emulation=False):
+        if not emulates_bf16(device):
             return "bf16", f"{gpu} computes in it"
         if half == "bfloat16":
             return "no", f"{gpu} has no bf16, and models of this family overflow in fp16"

@@ -60,6 +60,7 @@ def test_the_user_may_overrule_it_but_not_with_fp16_on_a_cpu():
 
 @pytest.fixture
 def an_old_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda which: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda which: (7, 5))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
