@@ -106,7 +106,10 @@ class Directory(Alone):
             key = self._next_key()
             if key is None:
                 return
-            yield self._read(key)
+            self._reading = key
+            sample = self._read(key)
+            self._reading = ""
+            yield sample
 
     def _next_key(self) -> str | None:
         if self._again:
@@ -115,8 +118,8 @@ class Directory(Alone):
             self._epoch, self._position = self._epoch + 1, 0
         if self._epochs is not None and self._epoch >= self._epochs:
             return None
+        name, again = self._order(self._epoch)[self._position]  # may shuffle an epoch, so a checkpoint finds the old position meanwhile
         self._position += 1
-        name, again = self._order(self._epoch)[self._position - 1]
         return f"{self._epoch}.{again}:{name}" if again else f"{self._epoch}:{name}"
 
     def _order(self, epoch: int) -> list[tuple[str, int]]:
@@ -140,7 +143,7 @@ class Directory(Alone):
         return [self._read(f"held out:{name}") for name in self._held_out]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "position": self._position, "again": list(self._again), "pictures": self._digest}
+        return {"epoch": self._epoch, "position": self._position, "again": self._to_come_again(), "pictures": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Where other pictures are there than then, the order is another one: no position in it means anything."""

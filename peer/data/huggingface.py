@@ -111,6 +111,12 @@ class HuggingFace(Alone):
 
     def _reread(self, key: str) -> Sample:
         """A sample that was yielded before."""
+        self._reading = key  # its rows may have to be fetched anew
+        sample = self._find(key)
+        self._reading = ""
+        return sample
+
+    def _find(self, key: str) -> Sample:
         name, _, _ = key.rpartition(":")
         if name != self._spare[0]:
             self._spare = name, self._rows[1] if name == self._rows[0] else self._read(name)
@@ -167,7 +173,7 @@ class HuggingFace(Alone):
 
     def state_dict(self) -> dict[str, Any]:
         place = {"epoch": self._epoch, "file": self._file, "window": self._window, "position": self._position}
-        return {**place, "starts": dict(self._starts), "again": list(self._again), "dataset": self._told}
+        return {**place, "starts": dict(self._starts), "again": self._to_come_again(), "dataset": self._told}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._file, self._window = state["epoch"], state["file"], state["window"]

@@ -13,6 +13,8 @@ class Alone:
     def __init__(self) -> None:
         self._again: deque[str] = deque()
         """Keys of samples that were given back: they come first."""
+        self._reading = ""
+        """Key of the sample that is being read, which may take seconds from a slow disk or the network; '' when none is."""
         self._closed = False
 
     def register(self, number: int, keys: Sequence[str]) -> str:
@@ -31,7 +33,13 @@ class Alone:
         """Nobody else waits for these samples."""
 
     def give_back(self, keys: Sequence[str]) -> None:
-        self._again.extendleft(reversed(keys))
+        """A key that is already to come again comes once: a checkpoint may name a sample both as being read and as drawn."""
+        self._again = deque(dict.fromkeys([*keys, *self._again]))
+
+    def _to_come_again(self) -> list[str]:
+        """For a checkpoint: keys of the sample that is being read, and of those that were given back."""
+        reading = self._reading  # the thread that reads may clear it meanwhile
+        return [*([reading] if reading else []), *self._again]
 
     def close(self) -> None:
         self._closed = True

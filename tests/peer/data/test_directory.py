@@ -70,6 +70,31 @@ def test_a_source_goes_on_exactly_where_its_state_was_taken(pictures):
     assert keys(other) == keys(samples)
 
 
+@pytest.mark.parametrize("drawn", [0, 5, 12])
+@pytest.mark.parametrize("yielded", [False, True])
+def test_a_sample_that_is_read_while_a_checkpoint_is_made_comes_once_after_a_resume(pictures, monkeypatch, drawn, yielded):
+    """yielded: it came right after the source's state was taken, so that the checkpoint has it among those drawn as well."""
+    data, states = source(pictures, epochs=2), []
+    samples = iter(data)
+    before = keys(islice(samples, drawn))
+    read = directory.Directory._read
+    monkeypatch.setattr(directory.Directory, "_read", lambda its, key: (states.append(its.state_dict()), read(its, key))[1])
+    being_read = next(samples).key
+    monkeypatch.undo()
+    other = source(pictures, epochs=2)
+    other.load_state_dict(states[0])
+    if yielded:
+        other.give_back([being_read])
+    rest = keys(other)
+    assert rest[0] == being_read and sorted(before + rest) == sorted(keys(source(pictures, epochs=2)))
+
+
+def test_a_sample_that_was_read_is_none_that_is_still_to_come(pictures):
+    data = source(pictures)
+    next(iter(data))
+    assert data.state_dict()["again"] == []
+
+
 @pytest.mark.parametrize("suffix", [".PNG", ".jpg", ".JPEG", ".bmp", ".WebP"])
 def test_pictures_of_every_format_are_found_whatever_the_case(tmp_path, suffix):
     Image.new("RGB", (16, 16)).save(tmp_path / f"one{suffix}")

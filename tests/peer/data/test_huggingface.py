@@ -139,6 +139,18 @@ def test_samples_given_back_come_again_from_windows_long_past(dataset):
     assert list(samples)[:2] == [seen[17], seen[2]]
 
 
+def test_a_sample_that_is_fetched_anew_while_a_checkpoint_is_made_is_still_to_come(dataset, monkeypatch):
+    data, states = source(dataset), []
+    samples = iter(data)
+    given_back = next(samples).key
+    list(islice(samples, 30))
+    data.give_back([given_back])
+    read = huggingface.HuggingFace._read
+    monkeypatch.setattr(huggingface.HuggingFace, "_read", lambda its, name: (states.append(its.state_dict()), read(its, name))[1])
+    assert next(samples).key == given_back and states[0]["again"] == [given_back]
+    assert data.state_dict()["again"] == []
+
+
 def test_a_limit_takes_the_first_rows_and_says_how_many_there_are(dataset):
     data = source(dataset, max_train_samples=7)
     assert sorted(captions(data)) == sorted(map(str, range(7)))
