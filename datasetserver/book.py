@@ -79,7 +79,7 @@ class Book:
         self._names = names or _unguessable()
         self._owners = Owners(self._store)
         self._leases = self._kept_leases()
-        self._contributions = {(c.peer, c.number): c for c in self._store.contributions()}
+        self._contributions = {c.id: c for c in self._store.contributions()}
         self._reports = Reports(self._store, self._owners, self._registered, most_of_one)
         self.tree = self._reports.tree
         self.wrong = WrongStates(self._store, self.tree, lambda: self._reports.sure)
@@ -174,9 +174,9 @@ class Book:
         if known:
             return _same(known, masks, offered=offered)
         contribution = self._of_offered(peer, number, masks) if offered else self._of_leased(peer, number, masks)
-        if not contribution.samples + contribution.repeated:
+        if not contribution.registered_samples:
             return contribution
-        self._contributions[peer, number] = contribution
+        self._contributions[contribution.id] = contribution
         self._store.add_contribution(contribution)
         for uid, mask in masks.items():
             self._strip(uid, mask, peer=peer)
@@ -386,7 +386,7 @@ class Book:
         return freed.bit_count()
 
     def _charge(self, contribution: Contribution) -> None:
-        self._holdings.vouch(contribution.owner, contribution.peer, contribution.number, contribution.samples + contribution.repeated)
+        self._holdings.vouch(contribution.owner, *contribution.id, contribution.registered_samples)
 
     def _settle(self, *, anew: bool = False) -> None:
         """Make room for receipts again; see `Reports.settle`."""
@@ -397,13 +397,13 @@ class Book:
         return number > self._lineage.last.get(peer, 0)
 
     def _await(self, contribution: Contribution) -> None:
-        self._pending.add((contribution.peer, contribution.number))
+        self._pending.add(contribution.id)
         self._holdings.pending[contribution.peer] += contribution.samples
 
     def _not_pending(self, contribution: Contribution) -> None:
         """It is not pending any more."""
-        if (contribution.peer, contribution.number) in self._pending:
-            self._pending.remove((contribution.peer, contribution.number))
+        if contribution.id in self._pending:
+            self._pending.remove(contribution.id)
             self._holdings.not_pending(contribution.peer, contribution.samples)
 
     # -- the head
@@ -444,7 +444,7 @@ class Book:
 
     def _registered(self, pair: tuple[str, int]) -> int:
         contribution = self._contributions.get(pair)
-        return contribution.samples + contribution.repeated if contribution else 0
+        return contribution.registered_samples if contribution else 0
 
     def _discard(self) -> None:
         """Do what the host ordered since: forget states that it names, and all that descend from them."""
@@ -453,7 +453,7 @@ class Book:
 
     def discard(self, digests: Collection[str]) -> None:
         """Forget these states, which the host has discarded, and all that descend from them."""
-        settled = [c for c in self._charged() if not self._holdings.awaits(c.peer, c.number)]
+        settled = [c for c in self._charged() if not self._holdings.awaits(*c.id)]
         self._reports.discard(digests)
         self._change_branch()
         self._forgive(settled)
@@ -461,8 +461,8 @@ class Book:
     def _forgive(self, settled: Iterable[Contribution]) -> None:
         """What was settled before the host discarded states stays so: else an honest token would answer for all the work that it lost."""
         for contribution in settled:
-            if self._holdings.awaits(contribution.peer, contribution.number):
-                self._holdings.settle([(contribution.peer, contribution.number)], {NOBODY})
+            if self._holdings.awaits(*contribution.id):
+                self._holdings.settle([contribution.id], {NOBODY})
                 contribution.vouched = contribution.charged = ""
                 self._store.set_owner(contribution)
 
@@ -528,7 +528,7 @@ def _same(known: Contribution, masks: Masks, *, offered: bool) -> Contribution:
     name = f"Contribution {known.number} of {known.peer}"
     others = any(mask & ~masks.get(uid, 0) for uid, mask in known.shard_epochs.items())
     left_out = offered and not (known.repeated or known.charged)
-    if others or (known.samples + known.repeated != size(masks) and not left_out):
+    if others or (known.registered_samples != size(masks) and not left_out):
         raise Refused(409, "number_taken", f"{name} was registered with other samples.", "Use a new number.")
     if not (known.live or known.counted):
         raise Refused(409, "withdrawn", f"{name} was withdrawn.", "Drop it: others may train its samples.")

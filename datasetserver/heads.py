@@ -88,7 +88,7 @@ def _ledger(work_dir: Path) -> "tuple[RunConfig, StateTree, dict[tuple[str, str]
     from datasetserver.wrong_states import read_wrong
 
     with look_into(work_dir) as (run, store):
-        registered = {(c.peer, c.number): c.samples + c.repeated for c in store.contributions()}
+        registered = {c.id: c.registered_samples for c in store.contributions()}
         reports = Reports(store, Owners(store), lambda pair: registered.get(pair, 0), 2 * run.target_batch_size)
         return run, reports.tree, read_wrong(store)
 

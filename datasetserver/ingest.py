@@ -84,14 +84,14 @@ def ingest(
     if isinstance(source, Path):
         source = Folder(source)
     listing = source.list()
-    if isinstance(listing.pairs, Sequence):  # rows of the Hub have no share of their own, and are read once
+    if not listing.streamed:
         refuse_own_share((pair.validation_split for pair in listing.pairs), policy.held_out)
     identity = _identity(listing, policy, shard_samples)
     old = None if dry and grow_from is None else ingested(work_dir)
     if old and not dry:
         finish(work_dir, old)
         # Of rows that are streamed the identity names options only: whether there are more is seen by reading them.
-        names_all = grow_from is None or isinstance(listing.pairs, Sequence)
+        names_all = grow_from is None or not listing.streamed
         if (names_all and old.source == identity) or (old.older and frozen and grow_from is None):
             return old
     if old and frozen and grow_from is None:
@@ -99,7 +99,7 @@ def ingest(
     grown = old if grow_from is not None else None
     known = samples_of(work_dir, grown.manifest) if grown else []
     kept = _kept(work_dir, grown, known) if grown else Kept()
-    if grown:
+    if grown and not listing.streamed:
         _refuse_another_weight(listing.pairs, kept, _weights(grown.manifest, known), work_dir)
     pairs, aside = kept.new(_by(policy, listing.pairs)), {}
     if policy.held_out:
@@ -230,8 +230,6 @@ def _refuse_another_weight(pairs: Iterable[Pair], names: Container[str], weights
 
     The weight is not taken: it is in the manifest whose digest names the run's dataset, and peers would train by two weights.
     """
-    if not isinstance(pairs, Sequence):  # rows of the Hub, which have no weight, and are read once
-        return
     for pair in pairs:
         before = weights.get(picture_of(pair.name), 1.0)
         if pair.weight != before and picture_of(pair.name) in names:

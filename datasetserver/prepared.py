@@ -70,7 +70,7 @@ def ingested(work_dir: Path) -> Ingested | None:
             if digest_bytes(canonical_json(manifest.first().model_dump())) != known["first"]:
                 return None
             known |= {"source": _source_of_journal(work_dir), "format": FORMAT}
-        if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in [*manifest.shards, *manifest.held_out]):
+        if not all(shard_path(work_dir, shard.digest).stat().st_size == shard.bytes for shard in in_order(manifest)):
             return None
         made = {"format": known.get("format", 0), "held_out": known.get("held_out", 0.0)}
         return Ingested(manifest, digest, known["first"], known["source"], [], fresh=False, **made)
@@ -168,12 +168,12 @@ class Writer:
     """Writes shards."""
 
     def __init__(self, work_dir: Path):
-        self._folder = work_dir / "shards"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._work_dir = work_dir
+        (work_dir / "shards").mkdir(parents=True, exist_ok=True)
 
     def keep(self, shard: Shard, data: bytes, news: Mapping[str, Any]) -> None:
         """Raises UserError when the disk is full."""
-        _replace(self._folder / f"{shard.digest}.tar", data)
+        _replace(shard_path(self._work_dir, shard.digest), data)
 
 
 class Keeper(Writer):
@@ -203,7 +203,7 @@ class Keeper(Writer):
                 for line in lines:
                     entry = json.loads(line)
                     shard = Shard.model_validate(entry["shard"])
-                    if shard_path(self._folder.parent, shard.digest).stat().st_size != shard.bytes:
+                    if shard_path(self._work_dir, shard.digest).stat().st_size != shard.bytes:
                         break
                     entries.append(entry)
         except (OSError, ValueError, KeyError, TypeError):  # none, or its last line was cut off
@@ -241,7 +241,7 @@ def _write_table(path: Path, head: list[str], rows: Sequence[tuple[str, str]], e
 
 
 def _forget_others(folder: Path, manifest: Manifest) -> None:
-    ours = {shard.digest for shard in [*manifest.shards, *manifest.held_out]}
+    ours = {shard.digest for shard in in_order(manifest)}
     for path in folder.glob("*.tar*"):
         if path.name.split(".")[0] not in ours or path.suffix == ".part":
             path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from datasetserver.limits import Limits
 from datasetserver.metrics import Metrics
 from datasetserver.newcomers import Newcomers
 from datasetserver.origins import Names
-from datasetserver.prepared import Ingested, manifest_path
+from datasetserver.prepared import Ingested, in_order, manifest_path
 from datasetserver.proven import PROOFS_FILE, Proven
 from datasetserver.refused import Refused
 from datasetserver.rendezvous import Rendezvous
@@ -82,7 +82,7 @@ class Service:
     """Whom a proof keeps out; there is a run."""
 
     def __post_init__(self) -> None:
-        self.shards = {shard.digest: shard for shard in [*self.data.manifest.shards, *self.data.manifest.held_out]}
+        self.shards = {shard.digest: shard for shard in in_order(self.data.manifest)}
         self.manifest_bytes = manifest_path(self.work_dir).stat().st_size
         self.gallery = Gallery(self.work_dir / "gallery")
         self.watch = Watch(partial(_look, self), History(self.work_dir / HISTORY), pictures=lambda: self.gallery.version)

@@ -44,8 +44,17 @@ class Contribution:
     """Whose peers answer for its receipt; '' without one: when it was registered, its peer held a lease for each of them, those that are repeated included."""
 
     @property
+    def id(self) -> tuple[str, int]:
+        return self.peer, self.number
+
+    @property
     def samples(self) -> int:
         return size(self.shard_epochs)
+
+    @property
+    def registered_samples(self) -> int:
+        """All that its peer registered, the repeated ones included."""
+        return self.samples + self.repeated
 
     @property
     def owner(self) -> str:

@@ -35,6 +35,11 @@ class Listing:
     faults: Faults
     count: int | None = None
 
+    @property
+    def streamed(self) -> bool:
+        """Rows of the Hub: they can be read only once, and have neither a weight nor a held-out share of their own."""
+        return not isinstance(self.pairs, Sequence)
+
 
 class Source(Protocol):
     def list(self) -> Listing:
