@@ -5,6 +5,7 @@ who stands behind it: live peers that averaged with us before (met.py). docs/int
 peers come to one answer, and what a stranger, or one whom we have met, can still do.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -61,9 +62,7 @@ class Heads:
         """The last states before ours, and when we, or who led us to ours, had left them."""
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
-        self._deserted_since: float | None = None
-        self._idle_since: float | None = None
-        self._leaderless_since: float | None = None
+        self._deserted, self._idle, self._leaderless = Lasting(clock), Lasting(clock), Lasting(clock)
         self._company_at = clock()
         """When somebody was live whom we have met, or who sealed what our certificate is of."""
         self._led: dict[str, bool] = {}
@@ -81,7 +80,8 @@ class Heads:
         self._lineage.stand(self._ours, state.header)
         self._included = state.header.included
         self._with_us = (), 0.0
-        self._deserted_since = self._idle_since = None
+        self._deserted.note(False)
+        self._idle.note(False)
 
     def heard(self, peer: str, head: Head) -> None:
         """`peer` itself has just told us where it stands; its record may be seconds old."""
@@ -105,23 +105,22 @@ class Heads:
         self._look_for_company(claims)
         self._look_for_work(claims)
         if all([self._is_ours_or_before(claim.head) for claim in claims]):  # between two rounds; spares the count
-            self._deserted_since = self._idle_since = None
+            self._deserted.note(False)
+            self._idle.note(False)
             self._with_us = others, self._claims.words_last_until(now)
             return {}
         ballot = self._ballot(self._one_is_enough, claims)
         right = ballot.right()
+        self._deserted.note(ballot.deserted and not right)
         if right or not ballot.deserted:
-            self._deserted_since = None
             return self._noted(right, ballot)
-        if self._deserted_since is None:
-            self._deserted_since = self._clock()
         if not self._is_left_behind(ballot):
             return {}
         ballot = self._ballot(lambda head, signers: True, left_behind=True)
         return self._noted(ballot.right(), ballot)
 
     def _is_left_behind(self, ballot: Ballot) -> bool:
-        return ballot.deserted and self._deserted_since is not None and self._clock() - self._deserted_since >= DESERTED_SECONDS
+        return ballot.deserted and self._deserted.has_lasted(DESERTED_SECONDS)
 
     def _noted(self, right: dict[Head, set[str]], ballot: Ballot) -> dict[Head, set[str]]:
         for head in right:
@@ -161,10 +160,10 @@ class Heads:
         self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None, *, left_behind: bool = False
     ) -> Ballot:
         everybody = self._claims.all() if claims is None else claims
-        if self._is_idle():
+        if self._idle.has_lasted(IDLE_SECONDS):
             everybody = [claim for claim in everybody if claim.trains or claim.head.digest != self._ours.digest]
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
-        leaderless = self._leaderless()
+        leaderless = self._leaderless.has_lasted(DESERTED_SECONDS)
         if sure := self._on_the_branch(claims):
             ballot = Ballot(
                 self._ours, True, claims, _with_a_vote(sure)[:_MOST_STRANGERS], False, self._lineage, one_is_enough, we_lead=self._leads,
@@ -241,26 +240,19 @@ class Heads:
     def _look_for_work(self, claims: Collection[Claim]) -> None:
         """Whether a round may begin where we stand: by us, or by one that we have met. Two helpers that were cut off together have each other, and
         waited for ever (a trainer had gone on alone)."""
-        if self._trains() or any(claim.trains and claim.head.digest == self._ours.digest and claim.peer in self._met for claim in claims):
-            self._idle_since = None
-        elif self._idle_since is None:
-            self._idle_since = self._clock()
-
-    def _is_idle(self) -> bool:
-        return self._idle_since is not None and self._clock() - self._idle_since >= IDLE_SECONDS
+        ours = self._ours.digest
+        self._idle.note(
+            not self._trains() and not any(claim.trains and claim.head.digest == ours and claim.peer in self._met for claim in claims)
+        )
 
     def _look_for_a_leader(self, claims: Collection[Claim]) -> None:
-        """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met."""
+        """Whether anybody could lead us without a stranger: we ourselves, or a live peer that we have met.
+
+        Peers behind NAT whose leaders have all been replaced by strangers would wait for these to come back to them for ever.
+        """
         friends = [claim for claim in claims if claim.peer in self._met]
         alone = bool(friends) and not self._leads and not any(claim.leads for claim in friends) and any(claim.leads for claim in claims)
-        if not alone:
-            self._leaderless_since = None
-        elif self._leaderless_since is None:
-            self._leaderless_since = self._clock()
-
-    def _leaderless(self) -> bool:
-        """Peers behind NAT whose leaders have all been replaced by strangers would wait for these to come back to them for ever."""
-        return self._leaderless_since is not None and self._clock() - self._leaderless_since >= DESERTED_SECONDS
+        self._leaderless.note(alone)
 
     def backers(self) -> int:
         """For our record: how many live peers whom we have met stand with us, ourselves included."""
@@ -280,6 +272,19 @@ class Heads:
     def _one_is_enough(self, head: Head, signers: Collection[Claim]) -> bool:
         """Whether one peer that we have met, and that trains, may have made `head` without a second one: after it called us in vain."""
         return any(claim.trains and self._ours.digest in self._let_go.get(claim.peer, ()) for claim in signers)
+
+
+class Lasting:
+    """For how long something has been so without a break, as far as we looked."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self._clock, self._since = clock, math.inf
+
+    def note(self, is_so: bool) -> None:
+        self._since = min(self._since, self._clock()) if is_so else math.inf
+
+    def has_lasted(self, seconds: float) -> bool:
+        return self._clock() - self._since >= seconds
 
 
 def _with_a_vote(claims: list[Claim]) -> list[Claim]:
