@@ -52,12 +52,13 @@ class Assistant(Machine):
         """It stays as long as anybody trains."""
 
     def kill(self, *, power: bool = False) -> None:
-        if self.sidecar is not None and not self.sidecar.dead:
+        jobs = self.sidecar.jobs if self.alive else ()
+        if self.alive:
             self.sidecar.die()
             self.graveyard.append(self.sidecar)
         if self.host is not None:
             self.world.network.die(self.host, power=power)
-        self.disk.crash(power=power)
+        self.disk.crash(jobs, power=power)
         self.world.checks.died(self)
 
     def kill_sidecar(self) -> None:

@@ -3,16 +3,21 @@
 `SimPath` stands for `pathlib.Path` and `SimFile` for an open file where the engine writes; `swarm.files` learns of both below.
 """
 
+import contextlib
 import errno
 import fnmatch
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from swarm import files
+
+Job = list[Callable[[], None]]
+"""How to take back each thing that it wrote, in order."""
 
 
 class _Inode:
@@ -32,8 +37,9 @@ class Disk:
         self.full = False
         self.appended: Callable[[str, bytes], None] = lambda path, data: None
         """Told of each line that is added to a file, also if there is no room for it."""
-        self._undo: list[Callable[[], None]] | None = None
-        """While a job runs and until its result is there: how to take back each of its operations."""
+        self._syncs: Counter[str] = Counter()
+        """Of each folder. What one process made durable, the end of another's job takes back no more."""
+        self._undo: Job | None = None
 
     def root(self) -> "SimPath":
         return SimPath(self, "/")
@@ -76,9 +82,17 @@ class Disk:
 
     def sync_folder(self, folder: str) -> None:
         inside = folder.rstrip("/") + "/"
-        self._did(partial(setattr, self, "_durable", self._durable))
+        self._syncs[inside] += 1
+        self._did(partial(self._unsync, inside, self._syncs[inside], self._durable))
+        self._now_durable(inside, self.names)
+
+    def _unsync(self, inside: str, sync: int, before: dict[str, _Inode]) -> None:
+        if self._syncs[inside] == sync:
+            self._now_durable(inside, before)
+
+    def _now_durable(self, inside: str, names: dict[str, _Inode]) -> None:
         self._durable = {path: inode for path, inode in self._durable.items() if not path.startswith(inside)}
-        self._durable |= {path: inode for path, inode in self.names.items() if path.startswith(inside)}
+        self._durable |= {path: inode for path, inode in names.items() if path.startswith(inside)}
 
     def existing(self, path: str) -> _Inode:
         return self._existing(path)
@@ -104,18 +118,20 @@ class Disk:
         """The files that are the same after a power cut."""
         return [path for path, inode in self.names.items() if self._durable.get(path) is inode and inode.synced == inode.data]
 
-    def begin_job(self) -> None:
-        self._undo = []
+    @contextlib.contextmanager
+    def job(self) -> Iterator[Job]:
+        """What a thread's job writes meanwhile."""
+        self._undo = job = []
+        try:
+            yield job
+        finally:
+            self._undo = None
 
-    def end_job(self) -> None:
-        self._undo = None
-
-    def crash(self, *, power: bool) -> None:
-        """Its process, or the whole machine, is gone: a job that ran got to some point of what it wrote."""
-        if self._undo is not None:
-            for undo in reversed(self._undo[self._rng.randrange(len(self._undo) + 1) :]):
+    def crash(self, jobs: Sequence[Job] = (), *, power: bool) -> None:
+        """A process, or the whole machine, is gone. jobs: of those whose results were not there yet; each got to some point of what it wrote."""
+        for job in reversed(jobs):
+            for undo in reversed(job[self._rng.randrange(len(job) + 1) :]):
                 undo()
-        self._undo = None
         if power:
             self._lose()
 

@@ -32,7 +32,7 @@ from peer.sync.engine.trainer.sidecar_process import Processes
 from peer.sync.engine.trainer.swarm_sync import SwarmSync
 from peer.sync.engine.vectors import BIG_ELEMENTS, SharedBuffer
 from simulation.arithmetic import Learned, Taken
-from simulation.disk import Disk
+from simulation.disk import Disk, Job
 from simulation.loop import OWNER
 from simulation.network import Host, Link
 from simulation.records import SimNode
@@ -67,7 +67,9 @@ class Process:
         """Kept for as long as the world lives: what a killed process was in the middle of must not be unwound."""
         self.context = contextvars.copy_context()
         self.context.run(OWNER.set, self)
-        self._jobs, self._many, self._stops = 0, _MANY_TASKS, 0
+        self.jobs: list[Job] = []
+        """Of its threads, whose results are not there yet."""
+        self._many, self._stops = _MANY_TASKS, 0
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         task = self.context.copy().run(asyncio.get_running_loop().create_task, coroutine)
@@ -79,18 +81,15 @@ class Process:
         return task
 
     def job(self, call: Callable[[], Any]) -> tuple[Any, float, Callable[[], None]]:
-        world, disk = self.machine.world, self.machine.disk
-        if self._jobs == 0:
-            disk.begin_job()
-        self._jobs += 1
-        result = call()
+        world = self.machine.world
+        with self.machine.disk.job() as job:
+            result = call()
+        self.jobs.append(job)
         used = [value for value in _buffers(call, result)]
         before = [_bytes(value) for value in used]
 
         def ended() -> None:
-            self._jobs -= 1
-            if self._jobs == 0:
-                disk.end_job()
+            self.jobs = [each for each in self.jobs if each is not job]
             if [_bytes(value) for value in used] != before:
                 world.checks.breach("a buffer changed while a thread used it", self.machine)
 
@@ -299,13 +298,13 @@ class Machine:
 
     def kill(self, *, power: bool = False) -> None:
         """Both processes at once; without power what was not flushed is lost as well."""
-        for process in (self.trainer, self.sidecar):
-            if process is not None and not process.dead:
-                process.die()
-                self.graveyard.append(process)
+        living = [process for process in (self.trainer, self.sidecar) if process is not None and not process.dead]
+        for process in living:
+            process.die()
+        self.graveyard += living
         if self.host is not None:
             self.world.network.die(self.host, power=power)
-        self.disk.crash(power=power)
+        self.disk.crash([job for process in living for job in process.jobs], power=power)
         self.world.checks.died(self)
         self.thread.kill()
 
@@ -316,7 +315,7 @@ class Machine:
     def _bury(self, process: Process) -> None:
         process.die()
         self.graveyard.append(process)
-        self.disk.crash(power=False)
+        self.disk.crash(process.jobs, power=False)
         process.port.other._notify()
 
     # ------------------------------------------------------------- the sidecar

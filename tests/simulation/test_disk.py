@@ -52,9 +52,9 @@ def test_a_job_that_is_killed_got_to_some_point_of_what_it_wrote():
     for seed in range(100):
         disk = Disk(random.Random(seed))
         written(disk, "a.state", b"old")
-        disk.begin_job()
-        path = written(disk, "a.state", b"new")
-        disk.crash(power=False)
+        with disk.job() as job:
+            path = written(disk, "a.state", b"new")
+        disk.crash([job], power=False)
         found.add((path.read_bytes(), (disk.root() / "a.tmp").exists()))
     assert found >= {(b"old", False), (b"old", True), (b"new", False)}
 
@@ -94,10 +94,20 @@ def test_a_file_is_replaced_whole_or_not_at_all():
         disk = Disk(random.Random(seed))
         path = disk.root() / "number"
         files.replace(path, b"1")
-        disk.begin_job()
-        files.replace(path, b"2")
-        disk.crash(power=True)
+        with disk.job() as job:
+            files.replace(path, b"2")
+        disk.crash([job], power=True)
         assert path.read_bytes() in (b"1", b"2")
+
+
+def test_what_another_process_wrote_beside_a_job_stays_when_that_is_killed():
+    for seed in range(50):
+        disk = Disk(random.Random(seed))
+        with disk.job() as job:
+            files.replace(disk.root() / "a.state", b"new")
+        files.replace(disk.root() / "number", b"3")
+        disk.crash([job], power=True)
+        assert (disk.root() / "number").read_bytes() == b"3"
 
 
 def test_what_is_added_to_a_file_is_told_also_where_there_is_no_room_for_it():

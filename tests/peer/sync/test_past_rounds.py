@@ -94,6 +94,38 @@ def test_nobodys_answer_changes_what_we_know_of_our_own_rounds_nor_tells_those_t
     virtual(scenario)
 
 
+def test_what_an_answer_says_of_a_branch_that_came_meanwhile_waits_for_our_disk(virtual):
+    """It moved to another branch while it waited, and told the server of rounds of both before its disk had a state of the other one (seed 60000425)."""
+    other = states()[35]
+    for number in range(36, 41):
+        other = SimpleNamespace(digest=digest(1000 + number), header=other.header.child(other.digest, [Member("a", number, 4)]))
+    true = [committed(state) for state in states()[1:]]
+
+    async def scenario(nodes):
+        (_, ours), (node, theirs) = await nodes.streams(2)
+        bell, learned, on_disk = Bell(), [], {states()[-1].digest}
+        state = Cell(states()[-1], bell, nodes.clock)
+
+        async def move_and_answer(channel):
+            if state.value is not other:
+                state.set(other)
+                past.moved(other)
+            await past_of_theirs._answer(channel)
+
+        past_of_theirs = Past(theirs, Cell(states()[0], Bell(), nodes.clock), list, print, true, nodes.clock)
+        await theirs.serve(PAST, move_and_answer)
+        past = Past(ours, state, lambda: [node.peer_id], learned.extend, (), nodes.clock)
+        asking = past.ask_forever(lambda ready: bell.until(lambda: state.value.digest in on_disk and ready(), 1.0))
+        nodes.ends_with_the_test(asyncio.create_task(asking))
+        await asyncio.sleep(60)
+        assert state.value is other and not learned
+        on_disk.add(other.digest)
+        await asyncio.sleep(60)
+        assert learned
+
+    virtual(scenario)
+
+
 def test_rounds_that_lead_in_a_circle_come_to_an_end():
     """A liar named one of our rounds as the parent of one long before it: the walk back never ended, and with it the process."""
     known = [committed(state) for state in states()[1:]]

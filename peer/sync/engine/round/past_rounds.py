@@ -111,12 +111,16 @@ class Past:
 
     async def _ask(self) -> bool:
         """Whether one of the others knew more than we."""
+        state = self._state.value
         for peer in self._others():
             with contextlib.suppress(PeerLost):
                 before = self.missing()
                 if before is None:
                     return True  # our own state is another one meanwhile
-                if rounds := self._proven(before, await self._asked(peer, before.parent)):
+                told = await self._asked(peer, before.parent)
+                if self._state.value is not state and state.digest not in self._state.value.header.parents:
+                    return True  # we ask anew, once our disk has this one: only then is what was before it final
+                if rounds := self._proven(before, told):
                     self._keep(rounds)
                     self._learned([each for each in rounds[::-1] if each.digest not in self._told])
                     return True
