@@ -12,7 +12,7 @@ GONE = {
     "inference": "Use --validation_prompts, which draws while it trains; dd-generate draws with a result.",
     "loader_prefetch_factor": "Use --loader_prefetch_size, which counts local steps.",
     "local_rank": "Remove it: torchrun and mpirun say it in the environment.",
-    "measure_start_step": "Remove it: metrics.jsonl has the speed of every ten steps.",
+    "measure_start_step": "Remove it: metrics.jsonl has the speed of every ten steps, and --profile_duration records from the third step on.",
     "non_ema_revision": "Remove it: training begins with the weights of --model.",
     "no_migration": "Remove it: there is nothing to migrate.",
     "resize": "Remove it: every picture is made to fit.",

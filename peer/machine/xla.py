@@ -36,7 +36,7 @@ def open_devices(rank: Rank, environ: Any = os.environ) -> torch.device:
     if (hosts := runtime.process_count()) > 1:
         raise UserError(
             f"This process was given the chips of {hosts} hosts, and can feed those of one.",
-            fix="Set TPU_PROCESS_BOUNDS and the ranks' variables as docs/hardware.md has them: the hosts are then ranks of one peer.",
+            fix="Set TPU_PROCESS_BOUNDS and the two others as docs/hardware.md has them, under 'Several machines with TPUs'.",
         )
     if folder := environ.get("CACHE_DIR"):
         Path(folder).mkdir(parents=True, exist_ok=True)
