@@ -240,8 +240,9 @@ async def discard(world: "World", machine: None, strike: Strike) -> None:
 
 
 async def extend(world: "World", machine: None, strike: Strike) -> None:
-    """The host puts the run's end off by a number of rounds; not any more where somebody has ended, and may have left with the last state."""
-    if world.run.total_samples and not any(machine.over for machine in world.machines):
+    """The host puts the run's end off by a number of rounds; not any more where somebody has ended, and may have left with the last state, nor once
+    the server has counted the run's samples: it tells peers that the run is over, and who hears that leaves (docs/decisions/0008)."""
+    if world.run.total_samples and world.server.book.state != "ended" and not any(machine.over for machine in world.machines):
         world.struck(strike)
         world.server.orders.total = max(world.server.orders.total, world.run.total_samples) + strike.values["rounds"] * world.run.target_batch_size
 

@@ -1,5 +1,6 @@
 """Strikes are written down and played again, and a scenario that breaks a promise is made smaller by what its worlds do."""
 
+import asyncio
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,6 +35,16 @@ def test_every_fault_draws_what_its_strikes_are_described_by():
         values = {} if name == "partition" else fault.draw(world.rng, world)
         assert set(values) <= set(fault.dice) == set(fault.values)
     world.loop.close()
+
+
+@pytest.mark.parametrize(("state", "total"), [("running", 120), ("paused", 120), ("ended", 0)])
+def test_a_run_is_extended_only_until_its_server_says_that_it_is_over(state, total):
+    """Found by seeds 60000468 and 60003717: all who trained had heard so and were leaving, and nobody was left to make the added rounds."""
+    orders, run = SimpleNamespace(total=0), SimpleNamespace(total_samples=100, target_batch_size=10)
+    server = SimpleNamespace(orders=orders, book=SimpleNamespace(state=state))
+    world = SimpleNamespace(run=run, machines=[], server=server, struck=lambda strike: None)
+    asyncio.run(FAULTS["extend"].befall(world, None, Strike(1.0, "extend", 0, {"rounds": 2})))
+    assert orders.total == total
 
 
 def test_the_strikes_of_a_world_make_the_same_world_again():
