@@ -428,12 +428,13 @@ class Machine:
         while report.wait:
             report = sync.leave(hurry=self.leaves)
             report = self._take(sync, accounts, report, leaves=True)
+        waited_until = self.world.loop.time()  # for those behind; what it says last may take seconds more on a slow link
         sync.close()
         accounts.give_back_aside()
         self.world.checks.left(self, accounts, sync._work.included)
         source.close()
         self.over = True
-        self.world.verdict.ends(self)
+        self.world.verdict.ends(self, waited_until)
 
     def _step(self, sync: SwarmSync, params: dict[str, nn.Parameter], gradient: Tensor, samples: int) -> None:
         """Some multiple of the gradient, and the optimizer's step where the strategy has one."""

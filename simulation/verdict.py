@@ -23,7 +23,7 @@ class Verdict:
         self.apart = 0
         self._ended_apart: set[str] = set()
         self._ended: dict[str, float] = {}
-        """Of each peer that ended by itself: when it did."""
+        """Of each peer that ended by itself: until when it waited for those behind."""
 
     async def all_commit(self) -> None:
         """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
@@ -56,10 +56,11 @@ class Verdict:
         if stays := stays & checks.unburied(world.server):
             checks.breach(f"a wrong mean is proven, and the state {min(stays)[:8]} that it made stays")
 
-    def ends(self, machine: "Machine") -> None:
-        """It ends by itself. Whether it is apart by rule shows now: those whom it has met there may still end elsewhere."""
+    def ends(self, machine: "Machine", waited_until: float) -> None:
+        """It ends by itself. waited_until: when it stopped waiting for those behind. Whether it is apart by rule shows now: those whom it has met there
+        may still end elsewhere."""
         world, checks = self._world, self._world.checks
-        self._ended[machine.peer] = world.loop.time()
+        self._ended[machine.peer] = waited_until
         self._ended_apart.discard(machine.peer)
         lineage = checks.lineage(world.tip())
         if checks.stands(machine) not in lineage and self._apart_by_rule(machine, lineage):
@@ -99,7 +100,7 @@ class Verdict:
             checks.breach(f"came when the run was over, and {late.failure or 'waits'}", late)
 
     def _came_too_late(self, machine: "Machine") -> bool:
-        """Whether all others had ended before they can have heard that it is back: nobody is left to give it the last state."""
+        """Whether all others had stopped waiting before they can have heard that it is back: nobody is left to give it the last state."""
         others = [at for peer, at in self._ended.items() if peer != machine.peer]
         return bool(others) and max(others) < machine.booted + _HEARD_SECONDS
 
@@ -124,5 +125,14 @@ class Verdict:
         here = [peer for peer in met if peer not in there]
         if all(one in met[other] and other in met[one] for one in here for other in there):
             return False
+        if not met[machine.peer] & met.keys():
+            return self._sees_no_majority(machine, here, there)
         ours = sum(peer in met[machine.peer] for peer in here)
         return ours > 0 and ours + 1 >= sum(peer in met[machine.peer] for peer in there)
+
+    def _sees_no_majority(self, machine: "Machine", here: Sequence[str], there: Sequence[str]) -> bool:
+        """Whether one that has met nobody may stay by R5: neither more than half of the others are there, nor more than on its side with it.
+        Half are enough if the rest stand where it does."""
+        stands, others = self._world.checks.stands, len(here) + len(there) - 1
+        alike = all(stands(other) == stands(machine) for other in self._world.machines if other.peer in here)
+        return len(there) <= len(here) and (2 * len(there) < others or (2 * len(there) == others and not alike))

@@ -24,10 +24,10 @@ class Peer:
 
 
 def excused(met):
-    """Which of these stay apart by rule; met: of each peer, whom it has met. Capitals are on the run's branch."""
-    machines = [Peer(name, "theirs" if name.isupper() else "ours", met[name]) for name in met]
+    """Which of these stay apart by rule; met: of each peer, whom it has met. Capitals are on the run's branch, digits behind ours."""
+    machines = [Peer(name, "theirs" if name.isupper() else "behind" if name.isdigit() else "ours", met[name]) for name in met]
     verdict = Verdict(SimpleNamespace(machines=machines, checks=SimpleNamespace(stands=lambda machine: machine.branch)))
-    return {machine.peer for machine in machines if machine.branch == "ours" and verdict._apart_by_rule(machine, ["theirs"])}
+    return {machine.peer for machine in machines if machine.branch != "theirs" and verdict._apart_by_rule(machine, ["theirs"])}
 
 
 def test_two_groups_stay_apart_by_rule_only_if_some_of_both_have_not_met():
@@ -36,3 +36,20 @@ def test_two_groups_stay_apart_by_rule_only_if_some_of_both_have_not_met():
     assert excused({name: "abc" if name.islower() else "ABC" for name in everybody}) == set("abc")
     assert excused({"a": "bA", "b": "a", "A": "Ba", "B": "A"}) == {"a", "b"}, "two pairs of which one each has met the other"
     assert not excused({"a": "AB", "A": "B", "B": "A"}), "it has met nobody on its branch"
+
+
+def test_who_has_met_nobody_may_stay_while_no_branch_has_most_of_the_others():
+    """Found by seed 60002639: two and two had parted, and a fifth that was behind had lost the only round in which others met it."""
+    parted = {"a": "b", "b": "a", "A": "B1", "B": "A1"}
+    assert excused({**parted, "1": ""}) == {"1", "a", "b"}, "of four others two are on either branch"
+    assert "1" not in excused({**parted, "1": "", "C": "AB"}), "of five others three are there"
+    assert not excused({"a": "", "A": ""}) and not excused({"1": "", "A": "B", "B": "A"}), "all others are there"
+    assert not excused({"a": "", "b": "", "c": "", "A": "", "B": ""}), "half are there, and the rest stand where it does"
+
+
+def test_a_peer_has_ended_for_others_once_it_waits_for_nobody():
+    """Found by seed 60003002: its last words to the server took 10 s on a slow link, in which another peer started again."""
+    checks = SimpleNamespace(stands=lambda machine: "last", lineage=lambda tip: ["last"])
+    verdict = Verdict(SimpleNamespace(checks=checks, tip=lambda: "last", loop=SimpleNamespace(time=lambda: 56.0)))
+    verdict.ends(SimpleNamespace(peer="ann"), 49.0)
+    assert verdict._came_too_late(SimpleNamespace(peer="me", booted=40.0))
