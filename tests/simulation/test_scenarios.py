@@ -127,9 +127,9 @@ class Hangs(World):
         self.checks.said = hang
         ends = self.verdict.ends
 
-        def ended(machine):
+        def ended(machine, waited_until):
             self.hung[machine] = self.loop.time() - self.hung[machine]
-            ends(machine)
+            ends(machine, waited_until)
 
         self.verdict.ends = ended
 
