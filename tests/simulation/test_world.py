@@ -32,8 +32,10 @@ KNOWN = {
 KNOWN_MIXED = {
     304052: "a trainer that waited for samples heard of no final round; a power cut later nobody knew of nine rounds",
     304263: "three volunteers behind NAT kept each other on a state that all who can be dialled had left (R5)",
+    60000425: "a peer reported rounds of a branch that it had just come to, before its disk had a state of it",
     60000468: "the host extended a run after its server had told trainers that it was over: all left, and an assistant waited for them",
     60002639: "a peer that nobody had met stayed behind the smaller of two branches when the run ended on the other",
+    60003437: "after a power cut a peer's certificate was of a state that its disk had lost, and liars led it",
     60003002: "a peer started again while the last of the others, which waited for nobody any more, still spoke to the server",
 }
 """Seeds of a campaign that once broke something."""

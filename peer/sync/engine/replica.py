@@ -162,7 +162,7 @@ class Replica:
             streams, lambda: self.state.value, store, self._means, lambda: self.phase.value is Phase.AVERAGE, clock, met=self.met
         )
         self._saver = Saver(
-            store, state, self.bell.ring, self._fail, self._may_save, clock, node.peer_id, before=lambda: flush_rounds(rounds_path)
+            store, state, self._saved, self._fail, self._may_save, clock, node.peer_id, before=lambda: flush_rounds(rounds_path)
         )
         self.status = Status(
             run, node, self.neighbours, self.end, self.members, self.state, self.phase, self.trainer, self.heads, self._catch_up,
@@ -308,6 +308,7 @@ class Replica:
             self.failed(error.message)
             raise
         else:
+            self.certificates.saved(self.state.value)
             self.trainer.rebase()
             await self._report()
         finally:
@@ -496,6 +497,10 @@ class Replica:
     def _may_save(self) -> bool:
         """Writing a state takes a core and the memory, and the trainer needs both for its rebase."""
         return self.assists or self.trainer.stands_on(self.state.value) or self.state.age_seconds > _REBASE_SECONDS
+
+    def _saved(self, state: State) -> None:
+        self.certificates.saved(state)
+        self.bell.ring()
 
     def _fail(self, error: UserError) -> None:
         self.trainer.send(Failed.of(error))

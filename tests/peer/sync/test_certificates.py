@@ -281,8 +281,27 @@ def test_seals_are_gathered_after_the_commit_and_kept_for_the_next_start(five, t
     assert ours.shown.certificate.made.digest == state.digest, "who committed before us has said so before us"
     ours.see([five.record(2, state)])
     assert ours.shown.certificate.peers == set(five.peers[:3])
+    ours.saved(state)
     kept = Certificates(five.seals(3), tmp_path / "certificate.json", state)
-    assert kept.shown.certificate.peers == set(five.peers[:2]) and not kept.seal, "written when the peer moved"
+    assert kept.shown.certificate.peers == set(five.peers[:3]) and not kept.seal
+
+
+def test_after_a_power_cut_a_peer_knows_the_certificate_of_the_state_that_its_disk_has(five, tmp_path):
+    """Seed 60003437: the file was of the next state already, which the disk had lost. So nothing was known, and liars led the peer at once."""
+    *_, before, state = five.lineage(5)
+    ours = Certificates(five.seals(0), tmp_path / "certificate.json", before)
+    ours.see([five.record(2, before)])
+    ours.saved(before)
+    ours.moved(state)
+    ours.see([five.record(1, state)])
+    ours.saved(before)  # a disk that is slower than the rounds
+    back = Certificates(five.seals(0), tmp_path / "certificate.json", before)
+    assert back.shown.certificate.made.digest == before.digest and back.others == {five.peers[2]}
+    ours.saved(state)
+    assert Certificates(five.seals(0), tmp_path / "certificate.json", state).others == {five.peers[1]}
+    ours.moved(elsewhere := five.lineage(2, by=2)[-1])
+    ours.saved(elsewhere)
+    assert Certificates(five.seals(0), tmp_path / "certificate.json", state).others, "of that branch nothing is known"
 
 
 def test_records_without_a_seal_with_another_states_or_of_no_member_bring_nothing(five, tmp_path):
@@ -339,7 +358,7 @@ def test_a_disk_that_takes_nothing_costs_no_more_than_the_file(five, tmp_path, c
     *_, state = five.lineage(5)
     ours = Certificates(five.seals(0), tmp_path / "nowhere" / "certificate.json", state)
     ours.see([five.record(1, state)])
-    ours.moved(state)
+    ours.saved(state)
     assert ours.shown.certificate is not None and "cannot keep the state's certificate" in caplog.text
 
 

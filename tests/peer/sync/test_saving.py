@@ -38,7 +38,7 @@ def a_state() -> State:
 def test_leaving_while_a_state_is_written_waits_for_that_and_writes_no_second_time(tmp_path):
     async def scenario():
         store, state = SlowStore(tmp_path), a_state()
-        saver = Saver(store, state_of(torch.zeros(10)), lambda: None, lambda error: None)
+        saver = Saver(store, state_of(torch.zeros(10)), lambda state: None, lambda error: None)
         forever = asyncio.create_task(saver.save_forever())
         saver.want(state)
         await until(lambda: store.begun)
@@ -58,7 +58,7 @@ def test_of_many_quick_rounds_each_is_remembered_until_it_is_final(tmp_path):
 
     async def scenario():
         now, state, digests = [0.0], a_state(), []
-        saver = Saver(StateStore(tmp_path), state_of(torch.zeros(10)), lambda: None, lambda error: None, clock=lambda: now[0])
+        saver = Saver(StateStore(tmp_path), state_of(torch.zeros(10)), lambda state: None, lambda error: None, clock=lambda: now[0])
         for number in range(2, 302):
             state = next_state(state, [[torch.ones(10)]], [Member("a", number, 8)])
             await saver.save(state)
@@ -75,7 +75,7 @@ def test_a_state_that_another_branch_has_pushed_off_the_disk_is_written_again(tm
 
     async def scenario():
         first = a_state()
-        store, saver = StateStore(tmp_path), Saver(StateStore(tmp_path), first, lambda: None, lambda error: None)
+        store, saver = StateStore(tmp_path), Saver(StateStore(tmp_path), first, lambda state: None, lambda error: None)
         mine, other = (next_state(first, [[torch.full((10,), samples)]], [Member("a", 2, samples)]) for samples in (16, 8))
         for state in (first, mine, other, mine):  # who has more samples than the newest is of a branch that lost
             await saver.save(state)
@@ -92,7 +92,7 @@ def test_while_another_branch_is_written_the_one_before_is_taken_for_gone(tmp_pa
     async def scenario():
         first, store = a_state(), SlowStore(tmp_path)
         mine, other = (next_state(first, [[torch.full((10,), samples)]], [Member("a", 2, samples)]) for samples in (16, 8))
-        saver = Saver(store, first, lambda: None, lambda error: None)
+        saver = Saver(store, first, lambda state: None, lambda error: None)
         store.free.set()
         await saver.save(mine)
         store.free.clear()
@@ -109,13 +109,13 @@ def test_while_another_branch_is_written_the_one_before_is_taken_for_gone(tmp_pa
 def test_a_state_that_was_handed_over_is_written_if_it_is_not_there_yet(tmp_path):
     async def scenario():
         store, state = StateStore(tmp_path), a_state()
-        saver = Saver(store, state, lambda: None, lambda error: None)
+        saver = Saver(store, state, lambda state: None, lambda error: None)
         assert not saver.is_on_disk(state.digest), "nobody has written it here"
         forever = asyncio.create_task(saver.save_forever())
         await until(lambda: saver.is_on_disk(state.digest))
         await end_tasks(forever)
         assert store.load("run", "schema", state.buffer.num_bytes, 64).digest == state.digest
-        assert Saver(store, state, lambda: None, lambda error: None).is_on_disk(state.digest)
+        assert Saver(store, state, lambda state: None, lambda error: None).is_on_disk(state.digest)
 
     asyncio.run(scenario())
 
@@ -129,7 +129,7 @@ def test_a_state_is_not_written_before_its_time_and_then_the_newest_one(tmp_path
             return allowed.is_set()
 
         store.free.set()
-        saver = Saver(store, state_of(torch.zeros(10)), lambda: None, lambda error: None, may_begin)
+        saver = Saver(store, state_of(torch.zeros(10)), lambda state: None, lambda error: None, may_begin)
         forever = asyncio.create_task(saver.save_forever())
         saver.want(first)
         await until(lambda: len(asked) >= 2)
@@ -148,7 +148,7 @@ def test_what_lasts_no_longer_than_a_state_is_made_durable_before_it(tmp_path):
 
     async def scenario():
         found = []
-        saver = Saver(store, state_of(torch.zeros(10)), lambda: None, print, before=lambda: found.extend(tmp_path.glob("*.state")))
+        saver = Saver(store, state_of(torch.zeros(10)), lambda state: None, print, before=lambda: found.extend(tmp_path.glob("*.state")))
         await saver.save(state)
         assert not found and list(tmp_path.glob("*.state"))
 
@@ -158,7 +158,7 @@ def test_what_lasts_no_longer_than_a_state_is_made_durable_before_it(tmp_path):
 def test_a_state_that_the_disk_refused_is_tried_again_when_wanted_again(tmp_path):
     async def scenario():
         folder, errors = tmp_path / "state", []
-        saver, state = Saver(StateStore(folder), state_of(torch.zeros(10)), lambda: None, errors.append), a_state()
+        saver, state = Saver(StateStore(folder), state_of(torch.zeros(10)), lambda state: None, errors.append), a_state()
         folder.rmdir()
         with pytest.raises(UserError, match="Cannot save"):
             await saver.save(state)

@@ -68,7 +68,6 @@ class Certificates:
         if own is not None:
             self._take(rounds[0], own)
         self.see(self._records)  # who committed before us has said so already
-        self._keep()
 
     def see(self, records: Collection[PeerRecord]) -> None:
         """Take the seals that these bring: each once, of members of the round only."""
@@ -90,13 +89,21 @@ class Certificates:
             if certificate.peers - {self._seals.peer_id}:
                 self._others = strongest(filter(None, (certificate, self._others)))
 
-    def _keep(self) -> None:
-        """Once a round: after a crash the last one may be missing. A disk that cannot take it costs memory of it after a restart, no more."""
-        if self._best is None or self._best is self._kept:
+    def saved(self, state: State) -> None:
+        """`state` is on disk. What certifies it, or one before it, is kept beside it: after a power cut a later one would be of no known line.
+
+        A disk that cannot take it costs memory of it after a restart, no more.
+        """
+        if not self._seals.needed:
+            return
+        line = line_of(state)
+        certificates = self._kept, *(certified(self._made[digest], signers) for digest, signers in self._signers.items())
+        best = strongest(each for each in certificates if each is not None and is_on(line, each.made.digest))
+        if best is None or best == self._kept:
             return
         try:
-            files.replace(self._path, json.dumps(self._best.to_json()).encode())
-            self._kept = self._best
+            files.replace(self._path, json.dumps(best.to_json()).encode())
+            self._kept = best
         except OSError as error:
             log.warning("cannot keep the state's certificate in %s: %s", self._path, error)
 

@@ -22,7 +22,7 @@ class Saver:
         self,
         store: StateStore,
         state: State,
-        saved: Callable[[], None],
+        saved: Callable[[State], None],
         failed: Callable[[UserError], None],
         may_begin: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
@@ -62,7 +62,7 @@ class Saver:
             try:
                 await self.save(state)
                 await failpoints.reached("saved", self._peer)
-                self._on_saved()
+                self._on_saved(state)
             except UserError as error:
                 self._on_failed(error)
 
