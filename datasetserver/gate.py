@@ -83,6 +83,14 @@ def holds_token(request: web.Request) -> bool:
     return _HOLDER in request
 
 
+def is_admitted(request: web.Request, tokens: Tokens | None) -> bool:
+    """Whether a stream that began with this request may go on: whether the token that it showed opens anything still."""
+    try:
+        return tokens is None or not holds_token(request) or _holder(request, tokens) == holder_of(request)
+    except Refused:
+        return False
+
+
 def sender(request: web.Request, tokens: Tokens | None) -> Sender:
     """For the ledger: who speaks, on whose account."""
     return Sender(holder_of(request).name, tokens.names() if tokens else (), subject(caller(request)))

@@ -8,7 +8,7 @@ from aiohttp import web
 from datasetserver import answers
 from datasetserver.addresses import is_this_machine
 from datasetserver.downloads import immutable
-from datasetserver.gate import caller
+from datasetserver.gate import caller, is_admitted
 from datasetserver.refused import Refused
 from datasetserver.service import SERVICE, for_run
 from swarm import protocol
@@ -26,10 +26,11 @@ async def get_asset(request: web.Request) -> web.Response:
 
 
 async def get_events(request: web.Request) -> web.StreamResponse:
-    watch = request.app[SERVICE].watch
+    service = request.app[SERVICE]
+    watch = service.watch
     if watch.full:
         raise Refused(503, "too_many_watchers", f"{MOST_WATCHERS} watch already.", "Ask GET /v1/progress now and then.")
-    return await watch.events(request)
+    return await watch.events(request, lambda: is_admitted(request, service.tokens))
 
 
 async def get_history(request: web.Request) -> web.Response:

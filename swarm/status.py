@@ -121,8 +121,9 @@ def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
             body = _read_within(answer, seconds)
         return protocol.Progress.model_validate_json(body).model_dump()
     except urllib.error.HTTPError as error:
-        with error:
-            body = error.read(_MAX_ANSWER_BYTES)
+        body = b""
+        with error, contextlib.suppress(OSError, http.client.HTTPException):  # late, or cut off: the status says enough
+            body = _read_within(error, seconds)
         raise _refusal(url, body) or _other(url, f"answers {error.code} {error.reason}") from None
     except ValidationError:
         raise _other(url, "answers something else") from None

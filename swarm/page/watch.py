@@ -103,8 +103,8 @@ class Watch:
         self._closed = True
         self._news.set()
 
-    async def events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events, each the whole view as JSON, until the watcher leaves or we close."""
+    async def events(self, request: web.Request, is_admitted: Callable[[], bool] = lambda: True) -> web.StreamResponse:
+        """Server-sent events, each the whole view as JSON, until the watcher leaves, is admitted no more, or we close."""
         headers = {**SECURITY_HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=headers)
         response.content_type = "text/event-stream"
@@ -114,7 +114,7 @@ class Watch:
             self._someone.set()
         sent: bytes = b""
         try:
-            while not self._closed:
+            while not self._closed and is_admitted():
                 event, news = self._event, self._news
                 if event is not sent:
                     await response.write(event)

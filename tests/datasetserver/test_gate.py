@@ -50,6 +50,16 @@ def answer(connection):
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
+def test_who_watches_is_cut_off_once_his_token_is_removed(serve, tmp_path):
+    alice, _ = add(tmp_path / "tokens", "alice"), add(tmp_path / "tokens", "bob")
+    host = serve("--tokens", str(tmp_path / "tokens"))
+    with urllib.request.urlopen(urllib.request.Request(host.url + "/v1/events", headers=bearer(alice)), timeout=60) as stream:
+        assert stream.readline().startswith(b"data: ")
+        remove(tmp_path / "tokens", "alice")
+        while stream.readline():  # until it ends
+            pass
+
+
 def test_with_tokens_nobody_else_gets_in(serve, tmp_path):
     alice = add(tmp_path / "tokens", "alice")
     host = serve("--tokens", str(tmp_path / "tokens"))

@@ -94,10 +94,11 @@ def test_a_refusing_server_is_one_line_that_says_so(capsys):
     assert code == ExitCode.NETWORK and "does not answer: Connection refused" in error and error.count("\n") == 1
 
 
-def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(capsys):
+@pytest.mark.parametrize(("code", "says"), [(200, "no whole answer within 0.5 s"), (500, "answers 500")])
+def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(code, says, capsys):
     class Drips(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200)
+            self.send_response(code)
             self.end_headers()
             with contextlib.suppress(OSError):
                 while True:
@@ -114,7 +115,7 @@ def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(capsys):
             assert status.cli([f"http://127.0.0.1:{server.server_address[1]}", "--timeout", "0.5"]) == ExitCode.NETWORK
         finally:
             server.shutdown()
-    assert "no whole answer within 0.5 s" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

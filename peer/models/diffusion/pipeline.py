@@ -19,6 +19,7 @@ from swarm.run.loss import losses
 
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
 """Names of what quantized weights are multiplied by: diffusers passes it over, and would train other weights."""
+_OURS_ONLY = "Give a model whose parts are all of diffusers and transformers."
 _PREFIX = "model.diffusion_model."
 """Of the denoiser's names in ComfyUI's files."""
 
@@ -62,6 +63,7 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
 
     given: parts that are taken in place of the folder's own.
     """
+    _refuse_foreign(path, {*_unused(family), *given})
     _refuse_quantized(path, [name for name in family.parts if name not in given])
     files = [*(path / family.denoiser).glob("*.safetensors")]
     variant = _variant(files)
@@ -76,6 +78,21 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
     if missing and family.denoiser not in given:
         raise ValueError(f"its denoiser lacks {len(missing)} tensors, such as {missing[0]}")
     return pipeline
+
+
+def _refuse_foreign(folder: Path, not_loaded: Collection[str]) -> None:
+    """Raises UserError when model_index.json names code of others: diffusers up to 0.40 imports any module that it names."""
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    if not isinstance(index.get("_class_name", ""), str):
+        raise UserError(f"{folder} brings a pipeline of its own, which is code.", fix=_OURS_ONLY)
+    for part, named in index.items():
+        if isinstance(named, list) and len(named) == 2 and isinstance(named[1], str) and part not in not_loaded:
+            _check_library(folder, part, named[0])
+
+
+def _check_library(folder: Path, part: str, library: Any) -> None:
+    if library not in (None, "diffusers", "transformers"):  # importing another module would run what the model's author names
+        raise UserError(f"{folder} wants a {part} of {str(library)[:100]!r}.", fix=_OURS_ONLY)
 
 
 def _refuse_quantized(folder: Path, parts: Collection[str]) -> None:
@@ -132,6 +149,8 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
             fix=f"Add --model_config with a diffusers folder of a {family.title} model that has them, or its Hub id.",
         )
     where = _config_folder(config) if config else None
+    if where:
+        _refuse_foreign(where, _unused(family))
     without = _left_out(where, family) if where else {}
     beside = without | _parts_of(where, [name for name in lacking if name not in without]) if where else {}
     if hasattr(kind, "from_single_file"):
@@ -159,8 +178,7 @@ def _read_denoiser(family: Family, path: Path, where: Path) -> Any:
 def _class_in(folder: Path, part: str) -> Any:
     """The class that model_index.json has for a part."""
     library, name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[part]
-    if library not in ("diffusers", "transformers"):  # importing another module would run what the model's author names
-        raise UserError(f"{folder} wants a {part} of {library}.", fix="Give a model whose parts are all of diffusers and transformers.")
+    _check_library(folder, part, library)
     return getattr(import_module(library), name)
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -226,5 +227,17 @@ def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, mo
 
 def test_a_part_of_another_library_is_not_imported(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["antigravity", "UNet"]}))
-    with pytest.raises(UserError, match="a unet of antigravity"):
+    with pytest.raises(UserError, match="unet of 'antigravity'"):
         pipeline._class_in(tmp_path, "unet")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"scheduler": ["own.module", "Own"]}, {"unet": [7, "Own"]}, {"another": ["os", "system"]}, {"_class_name": ["own", "Own"]}], ids=str
+)
+def test_a_folder_that_names_code_of_its_author_is_refused_before_diffusers_reads_it(tmp_path, tiny_model, changed):
+    """diffusers 0.38 to 0.40 imported the module that model_index.json named: a host's model ran its code at a volunteer."""
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | changed))
+    with pytest.raises(UserError, match=r"wants a|which is code"):
+        stable_diffusion.load(folder, CPU, RunConfig())
