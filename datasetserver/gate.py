@@ -86,7 +86,7 @@ def holds_token(request: web.Request) -> bool:
 def is_admitted(request: web.Request, tokens: Tokens | None) -> bool:
     """Whether a stream that began with this request may go on: whether the token that it showed opens anything still."""
     try:
-        return tokens is None or not holds_token(request) or _holder(request, tokens) == holder_of(request)
+        return not holds_token(request) or _holder(request, tokens) == holder_of(request)
     except Refused:
         return False
 

@@ -51,16 +51,6 @@ class Assistant(Machine):
     def leave(self) -> None:
         """It stays as long as anybody trains."""
 
-    def kill(self, *, power: bool = False) -> None:
-        jobs = self.sidecar.jobs if self.alive else ()
-        if self.alive:
-            self.sidecar.die()
-            self.graveyard.append(self.sidecar)
-        if self.host is not None:
-            self.world.network.die(self.host, power=power)
-        self.disk.crash(jobs, power=power)
-        self.world.checks.died(self)
-
     def kill_sidecar(self) -> None:
         self.kill()
         self.world.later(_AGAIN_SECONDS, self.boot)

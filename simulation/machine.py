@@ -297,7 +297,7 @@ class Machine:
         self.thread.wake()
 
     def kill(self, *, power: bool = False) -> None:
-        """Both processes at once; without power what was not flushed is lost as well."""
+        """All its processes at once; without power what was not flushed is lost as well."""
         living = [process for process in (self.trainer, self.sidecar) if process is not None and not process.dead]
         for process in living:
             process.die()
@@ -306,7 +306,8 @@ class Machine:
             self.world.network.die(self.host, power=power)
         self.disk.crash([job for process in living for job in process.jobs], power=power)
         self.world.checks.died(self)
-        self.thread.kill()
+        if self.thread is not None:  # one that assists has none
+            self.thread.kill()
 
     def kill_sidecar(self) -> None:
         self._bury(self.sidecar)

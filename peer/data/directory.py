@@ -106,10 +106,7 @@ class Directory(Alone):
             key = self._next_key()
             if key is None:
                 return
-            self._reading = key
-            sample = self._read(key)
-            self._reading = ""
-            yield sample
+            yield self._read_as(key, self._read)
 
     def _next_key(self) -> str | None:
         if self._again:

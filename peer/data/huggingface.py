@@ -76,7 +76,7 @@ class HuggingFace(Alone):
 
     def __iter__(self) -> Iterator[Sample]:
         while not self._closed:
-            sample = self._reread(self._again.popleft()) if self._again else self._next()
+            sample = self._read_as(self._again.popleft(), self._reread) if self._again else self._next()
             if sample is None:
                 return
             yield sample
@@ -111,12 +111,6 @@ class HuggingFace(Alone):
 
     def _reread(self, key: str) -> Sample:
         """A sample that was yielded before."""
-        self._reading = key  # its rows may have to be fetched anew
-        sample = self._find(key)
-        self._reading = ""
-        return sample
-
-    def _find(self, key: str) -> Sample:
         name, _, _ = key.rpartition(":")
         if name != self._spare[0]:
             self._spare = name, self._rows[1] if name == self._rows[0] else self._read(name)

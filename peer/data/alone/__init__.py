@@ -1,9 +1,9 @@
 """What the sources have in common whose samples no ledger counts."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from peer.contracts import CommittedRound
+from peer.contracts import CommittedRound, Sample
 from swarm.wrong_states import Accusation
 
 
@@ -35,6 +35,13 @@ class Alone:
     def give_back(self, keys: Sequence[str]) -> None:
         """A key that is already to come again comes once: a checkpoint may name a sample both as being read and as drawn."""
         self._again = deque(dict.fromkeys([*keys, *self._again]))
+
+    def _read_as(self, key: str, read: Callable[[str], Sample]) -> Sample:
+        """The sample of that key, which a checkpoint that is made meanwhile still counts as to come."""
+        self._reading = key
+        sample = read(key)
+        self._reading = ""
+        return sample
 
     def _to_come_again(self) -> list[str]:
         """For a checkpoint: keys of the sample that is being read, and of those that were given back."""

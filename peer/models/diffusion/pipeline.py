@@ -82,16 +82,20 @@ def _read_folder(kind: Any, family: Family, path: Path, **given: Any) -> Any:
 
 def _refuse_foreign(folder: Path, not_loaded: Collection[str]) -> None:
     """Raises UserError when model_index.json names code of others: diffusers up to 0.40 imports any module that it names."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = _index(folder)
     if not isinstance(index.get("_class_name", ""), str):
         raise UserError(f"{folder} brings a pipeline of its own, which is code.", fix=_OURS_ONLY)
     for part, named in index.items():
-        if isinstance(named, list) and len(named) == 2 and isinstance(named[1], str) and part not in not_loaded:
+        if isinstance(named, list) and len(named) == 2 and isinstance(named[1], str) and named[0] is not None and part not in not_loaded:
             _check_library(folder, part, named[0])
 
 
+def _index(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+
+
 def _check_library(folder: Path, part: str, library: Any) -> None:
-    if library not in (None, "diffusers", "transformers"):  # importing another module would run what the model's author names
+    if library not in ("diffusers", "transformers"):  # importing another module would run what the model's author names
         raise UserError(f"{folder} wants a {part} of {str(library)[:100]!r}.", fix=_OURS_ONLY)
 
 
@@ -104,7 +108,7 @@ def _refuse_quantized(folder: Path, parts: Collection[str]) -> None:
 
 def _left_out(folder: Path, family: Family) -> dict[str, None]:
     """The optional text encoders that model_index.json has null for, and their tokenizers: diffusers wants to be told so once more."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = _index(folder)
     out = {name: encoder.tokenizer for name, encoder in family.text_encoders.items() if encoder.optional and not (index.get(name) or [None])[-1]}
     return dict.fromkeys([*out.keys(), *out.values()])
 
@@ -114,7 +118,7 @@ def _tokenizers(folder: Path, family: Family) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     names = {encoder.tokenizer for encoder in family.text_encoders.values()}
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = _index(folder)
     processors = [name for name in names if str((index.get(name) or [None])[-1]).endswith("Processor")]
     return {name: AutoTokenizer.from_pretrained(folder / name, local_files_only=True, trust_remote_code=False) for name in processors}
 
@@ -149,11 +153,11 @@ def _read_file(kind: Any, family: Family, path: Path, config: str) -> Any:
             fix=f"Add --model_config with a diffusers folder of a {family.title} model that has them, or its Hub id.",
         )
     where = _config_folder(config) if config else None
-    if where:
-        _refuse_foreign(where, _unused(family))
     without = _left_out(where, family) if where else {}
     beside = without | _parts_of(where, [name for name in lacking if name not in without]) if where else {}
     if hasattr(kind, "from_single_file"):
+        if where:
+            _refuse_foreign(where, {*_unused(family), *beside})
         pipeline = kind.from_single_file(str(path), config=where and str(where), local_files_only=True, **_unused(family), **beside)
     else:
         pipeline = _read_folder(kind, family, where, **beside, **{family.denoiser: _read_denoiser(family, path, where)})
@@ -177,7 +181,7 @@ def _read_denoiser(family: Family, path: Path, where: Path) -> Any:
 
 def _class_in(folder: Path, part: str) -> Any:
     """The class that model_index.json has for a part."""
-    library, name = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))[part]
+    library, name = _index(folder)[part]
     _check_library(folder, part, library)
     return getattr(import_module(library), name)
 

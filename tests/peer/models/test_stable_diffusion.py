@@ -227,7 +227,7 @@ def test_a_tokenizer_that_brings_code_is_refused_without_a_question(tmp_path, mo
 
 def test_a_part_of_another_library_is_not_imported(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"unet": ["antigravity", "UNet"]}))
-    with pytest.raises(UserError, match="unet of 'antigravity'"):
+    with pytest.raises(UserError, match="a unet of 'antigravity'"):
         pipeline._class_in(tmp_path, "unet")
 
 
