@@ -9,6 +9,7 @@ from datasetserver import answers
 from datasetserver.addresses import is_this_machine
 from datasetserver.downloads import immutable
 from datasetserver.gate import caller, is_admitted
+from datasetserver.limits import subject
 from datasetserver.refused import Refused
 from datasetserver.service import SERVICE, for_run
 from swarm import protocol
@@ -27,10 +28,10 @@ async def get_asset(request: web.Request) -> web.Response:
 
 async def get_events(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    watch = service.watch
-    if watch.full:
+    watch, who = service.watch, subject(caller(request)) or ""
+    if not watch.has_room(who):
         raise Refused(503, "too_many_watchers", f"{MOST_WATCHERS} watch already.", "Ask GET /v1/progress now and then.")
-    return await watch.events(request, lambda: is_admitted(request, service.tokens))
+    return await watch.events(request, who, lambda: is_admitted(request, service.tokens))
 
 
 async def get_history(request: web.Request) -> web.Response:

@@ -33,7 +33,7 @@ WITH_CHUNKS = ("guests", "kill", "sidecar", "failpoint", "partition", "slow", "r
 WITH_LEASES = ("partition", "stop", "sleep", "answers", "server", "ledger")
 """What parts the peers from each other and from the server: leases end whose holders go on, and reports come late."""
 _WITH_AN_END, _WITH_RELIEF, _WITH_RARE, _WITH_STRANGERS = 0.08, 0.15, 0.15, 0.08
-_WITH_CHUNKS, _WITH_LEASES = 0.02, 0.08
+_WITH_CHUNKS, _WITH_LEASES, _WITH_FAILPOINTS = 0.02, 0.08, 0.04
 _WITH_HELPERS = 0.1
 """Of all worlds: those with few who train and two or three who assist. Where somebody means harm, three train, and they stay as they are."""
 _WITH_A_LIAR = 0.3
@@ -84,6 +84,8 @@ def mixed(seed: int) -> Scenario:
     if special < _WITH_CHUNKS + _WITH_LEASES:
         few = {"peers": min(max(scenario.peers, 2), 4), "hours": 0.06, "fault_seconds": 15.0, "lease_seconds": 8.0}
         return replace(scenario, faults=WITH_LEASES, min_peers=1, **few)
+    if special < _WITH_CHUNKS + _WITH_LEASES + _WITH_FAILPOINTS:  # else six of the failpoints struck less than 100 times in 100,000 rounds
+        return replace(scenario, faults=("failpoint",), fault_seconds=15.0, peers=max(scenario.peers, 2))
     if (kind := rng.random()) < _WITH_AN_END:
         rounds = rng.choice([4, 8, 16])
         return replace(scenario, faults=WITH_AN_END, liars=0, total_samples=rounds * scenario.target_per_peer * scenario.peers)

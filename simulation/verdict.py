@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 _RECENT_ROUNDS = 12
 """How many rounds behind the newest state a peer may be: it fetches while the others go on."""
+_EXCUSED_AFTER_SECONDS = 400.0
+"""A peer may be apart by rule, or not yet have moved: until then the rules that wait have let it (R8 and R6 within 2 minutes, `IDLE_SECONDS` of 300)."""
 _HEARD_SECONDS = 10.0
 """In which a peer that starts has joined, and the others have read its record."""
 _SHOWN_SECONDS = 15
@@ -34,15 +36,16 @@ class Verdict:
             recent = checks.lineage(world.tip())[:_RECENT_ROUNDS]
             behind = [machine for machine in world.machines if checks.stands(machine) not in recent]
             idle = [machine for machine in world.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
-            excused = all(self._apart_by_rule(machine, recent) for machine in behind)
-            if not idle and excused and not (behind and self._server_says_where()):
+            waited = world.loop.time() - began
+            excused = waited >= _EXCUSED_AFTER_SECONDS and all(self._apart_by_rule(machine, recent) for machine in behind)
+            if not idle and (not behind or (excused and not self._server_says_where())):
                 gone = {machine.peer for machine in world.gone} | world.strangers
                 differs = "" if behind else checks.ledger.agrees(world.server.book, recent, gone)
                 if not differs:
                     self.apart = len(behind)
                     checks.ledger.whole(world.server.book)
                     return
-            if world.loop.time() - began > world.scenario.calm_seconds:
+            if waited > world.scenario.calm_seconds:
                 stands = ", ".join(f"{m.short} at {checks.stands(m)[:8]} of round {self._round_of(m)}" for m in world.machines)
                 what = f"ledger and states differ: {differs}" if differs else f"not all have committed: {stands}"
                 checks.breach(f"{world.scenario.calm_seconds:.0f} s after the last fault {what}")
@@ -117,18 +120,25 @@ class Verdict:
     def _apart_by_rule(self, machine: "Machine", branch: Sequence[str]) -> bool:
         """Whether it may stay on its branch: two groups may stay apart if some of both have not met (docs/internals.md).
 
-        Where all have met each other, both sides count the same, and one side moves: also three against three.
+        Where all have met each other, both sides count the same, and one side moves: also three against three. But who is at the run's end
+        follows nobody who is not; and who is behind the others on their own branch follows them.
         """
         world, checks = self._world, self._world.checks
+        if branch and checks.stands(machine) in checks.lineage(branch[0]):
+            return False
         met = {other.peer: set(other.met()) for other in world.machines}
         there = [other.peer for other in world.machines if checks.stands(other) in branch]
         here = [peer for peer in met if peer not in there]
+        ours, theirs = (sum(peer in met[machine.peer] for peer in side) for side in (here, there))
         if all(one in met[other] and other in met[one] for one in here for other in there):
-            return False
+            return bool(branch) and self._is_at_the_end(branch[0]) and not self._is_at_the_end(checks.stands(machine)) and ours + 1 > theirs
         if not met[machine.peer] & met.keys():
             return self._sees_no_majority(machine, here, there)
-        ours = sum(peer in met[machine.peer] for peer in here)
-        return ours > 0 and ours + 1 >= sum(peer in met[machine.peer] for peer in there)
+        return ours > 0 and ours + 1 >= theirs
+
+    def _is_at_the_end(self, digest: str) -> bool:
+        world, commit = self._world, self._world.checks.commits.get(digest)
+        return commit is not None and 0 < world.run.total_samples <= commit.samples
 
     def _sees_no_majority(self, machine: "Machine", here: Sequence[str], there: Sequence[str]) -> bool:
         """Whether one that has met nobody may stay by R5: neither more than half of the others are there, nor more than on its side with it.

@@ -134,10 +134,10 @@ async def _asset(request: web.Request) -> web.Response:
 
 
 async def _events(request: web.Request) -> web.StreamResponse:
-    watch = request.app[WATCH]
-    if watch.full:
+    watch, who = request.app[WATCH], request.remote or ""
+    if not watch.has_room(who):
         raise web.HTTPServiceUnavailable(text=f"{MOST_WATCHERS} watch already.")
-    return await watch.events(request)
+    return await watch.events(request, who)
 
 
 async def _history(request: web.Request) -> web.Response:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -40,15 +41,24 @@ class Watch:
         clock: Callable[[], float] = time.time,
     ):
         self._take, self.history, self._pictures, self._clock = take, history, pictures, clock
-        self._roster, self._watchers, self._said = Roster(), 0, ""
+        self._roster, self._said = Roster(), ""
+        self._watching: dict[object, str] = {}
+        """Each stream, and who reads it; the oldest first."""
         self._view: dict[str, Any] = {"progress": None}
         self._trouble = ""
         self._event = b""
         self._news, self._someone, self._closed = asyncio.Event(), asyncio.Event(), False
 
-    @property
-    def full(self) -> bool:
-        return self._watchers >= MOST_WATCHERS
+    def has_room(self, who: str) -> bool:
+        """Whether `who` may watch, once more. While all places are taken, whoever has most of them, and more than `who` then, loses the oldest."""
+        if len(self._watching) < MOST_WATCHERS:
+            return True
+        have = Counter(self._watching.values())
+        most = max(have, key=have.__getitem__)
+        if have[most] <= have[who] + 1:
+            return False
+        del self._watching[next(stream for stream, reader in self._watching.items() if reader == most)]
+        return True
 
     async def running(self, app: web.Application) -> AsyncIterator[None]:
         """Looks for as long as `app` runs: one of its `cleanup_ctx`."""
@@ -62,7 +72,7 @@ class Watch:
             await self.look()
             self._someone.clear()
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._someone.wait(), LOOK_SECONDS if self._watchers else UNWATCHED_SECONDS)
+                await asyncio.wait_for(self._someone.wait(), LOOK_SECONDS if self._watching else UNWATCHED_SECONDS)
 
     async def look(self) -> None:
         """Look once, and tell those who watch; what keeps us from seeing the run is shown beside the last that was seen."""
@@ -103,18 +113,19 @@ class Watch:
         self._closed = True
         self._news.set()
 
-    async def events(self, request: web.Request, is_admitted: Callable[[], bool] = lambda: True) -> web.StreamResponse:
-        """Server-sent events, each the whole view as JSON, until the watcher leaves, is admitted no more, or we close."""
+    async def events(self, request: web.Request, who: str, is_admitted: Callable[[], bool] = lambda: True) -> web.StreamResponse:
+        """Server-sent events, each the whole view as JSON, until the watcher leaves, is admitted no more, makes room, or we close."""
         headers = {**SECURITY_HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         response = web.StreamResponse(headers=headers)
         response.content_type = "text/event-stream"
-        await response.prepare(request)
-        self._watchers += 1
-        if self._watchers == 1:
+        stream = object()
+        self._watching[stream] = who
+        if len(self._watching) == 1:
             self._someone.set()
         sent: bytes = b""
         try:
-            while not self._closed and is_admitted():
+            await response.prepare(request)
+            while stream in self._watching and not self._closed and is_admitted():
                 event, news = self._event, self._news
                 if event is not sent:
                     await response.write(event)
@@ -127,5 +138,5 @@ class Watch:
         except ConnectionError:  # it has left
             pass
         finally:
-            self._watchers -= 1
+            self._watching.pop(stream, None)
         return response

@@ -1,6 +1,7 @@
 """What the page is served from, without a browser: one snapshot for all, a bounded history, who is gone, and headers."""
 
 import asyncio
+import contextlib
 import json
 import re
 import sqlite3
@@ -11,6 +12,7 @@ import pytest
 from swarm.page import assets
 from swarm.page.history import History
 from swarm.page.roster import GONE_SECONDS, MOST_GONE, Roster
+from swarm.page.watch import Watch
 from tests.page.scenes import Scene, a_peer, a_run, served
 
 
@@ -82,6 +84,30 @@ def test_more_than_the_most_who_may_watch_are_told_so(monkeypatch):
             await news(stream)
             async with session.get(f"{url}/v1/events") as refused:
                 assert refused.status == 503 and "watch already" in await refused.text()
+
+    look(scenario, Scene(None))
+
+
+def test_who_holds_most_places_makes_room_for_others_and_for_nobody_who_has_as_many(monkeypatch):
+    monkeypatch.setattr("swarm.page.watch.MOST_WATCHERS", 3)
+    monkeypatch.setattr("swarm.page.watch.ALIVE_SECONDS", 0.05)
+    watch = Watch(lambda: None, None)
+    for stream, who in enumerate(["greedy", "greedy", "greedy"]):
+        assert watch.has_room(who)
+        watch._watching[stream] = who
+    assert not watch.has_room("greedy") and watch.has_room("ann")
+    watch._watching[3] = "ann"
+    assert watch._watching == {1: "greedy", 2: "greedy", 3: "ann"} and not watch.has_room("ann") and watch.has_room("bob")
+    watch._watching[4] = "bob"
+    assert watch._watching == {2: "greedy", 3: "ann", 4: "bob"} and not watch.has_room("cy")
+
+    async def scenario(url, watch, session):
+        async with contextlib.AsyncExitStack() as all_streams:
+            streams = [await all_streams.enter_async_context(session.get(f"{url}/v1/events")) for _ in range(3)]
+            await news(streams[0])
+            assert watch.has_room("elsewhere")
+            await asyncio.wait_for(streams[0].content.read(), 60)
+            assert len(watch._watching) == 2
 
     look(scenario, Scene(None))
 

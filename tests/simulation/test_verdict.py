@@ -23,10 +23,15 @@ class Peer:
         return self._met
 
 
-def excused(met):
-    """Which of these stay apart by rule; met: of each peer, whom it has met. Capitals are on the run's branch, digits behind ours."""
+def excused(met, *, before=(), end=0):
+    """Which of these stay apart by rule; met: of each peer, whom it has met. Capitals are on the run's branch, digits behind ours.
+
+    before: the states from which the run's branch comes; end: the samples with which the run ends: that branch has 100, the others 50.
+    """
     machines = [Peer(name, "theirs" if name.isupper() else "behind" if name.isdigit() else "ours", met[name]) for name in met]
-    verdict = Verdict(SimpleNamespace(machines=machines, checks=SimpleNamespace(stands=lambda machine: machine.branch)))
+    commits = {branch: SimpleNamespace(samples=100 if branch == "theirs" else 50) for branch in ("theirs", "ours", "behind")}
+    checks = SimpleNamespace(stands=lambda machine: machine.branch, lineage=lambda tip: [tip, *before], commits=commits)
+    verdict = Verdict(SimpleNamespace(machines=machines, checks=checks, run=SimpleNamespace(total_samples=end)))
     return {machine.peer for machine in machines if machine.branch != "theirs" and verdict._apart_by_rule(machine, ["theirs"])}
 
 
@@ -36,6 +41,18 @@ def test_two_groups_stay_apart_by_rule_only_if_some_of_both_have_not_met():
     assert excused({name: "abc" if name.islower() else "ABC" for name in everybody}) == set("abc")
     assert excused({"a": "bA", "b": "a", "A": "Ba", "B": "A"}) == {"a", "b"}, "two pairs of which one each has met the other"
     assert not excused({"a": "AB", "A": "B", "B": "A"}), "it has met nobody on its branch"
+
+
+def test_who_is_behind_on_the_runs_own_branch_is_never_apart_by_rule():
+    """Seed 60001448 was excused at the first look: a helper far behind had taken its own descendants for another branch."""
+    met = {name: "abc" if name.islower() else "ABC" for name in "abcABC"}
+    assert excused(met) == set("abc") and not excused(met, before=["ours"])
+
+
+def test_who_has_the_runs_last_state_follows_nobody_that_has_not():
+    """Seed 60001544. Those without it stay where they are if they are more, and follow if they are not."""
+    two, one = {"a": "bA", "b": "aA", "A": "ab"}, {"a": "A", "A": "a"}
+    assert excused(two, end=100) == set("ab") and not excused(two, end=200) and not excused(one, end=100)
 
 
 def test_who_has_met_nobody_may_stay_while_no_branch_has_most_of_the_others():

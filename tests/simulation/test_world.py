@@ -34,6 +34,7 @@ KNOWN_MIXED = {
     304263: "three volunteers behind NAT kept each other on a state that all who can be dialled had left (R5)",
     60000425: "a peer reported rounds of a branch that it had just come to, before its disk had a state of it",
     60000468: "the host extended a run after its server had told trainers that it was over: all left, and an assistant waited for them",
+    60001448: "a helper that had met nobody took a state of ten rounds on for another branch, and stayed where it was",
     60002639: "a peer that nobody had met stayed behind the smaller of two branches when the run ended on the other",
     60003437: "after a power cut a peer's certificate was of a state that its disk had lost, and liars led it",
     60003002: "a peer started again while the last of the others, which waited for nobody any more, still spoke to the server",
@@ -149,6 +150,17 @@ def test_a_round_is_reported_although_all_who_made_it_left_while_the_server_was_
     )
     options = ["--peers", "4", "--hours", "0.12", "--seed", "30249", "--wire", "fp32", "--overlap", "--faults", "none", "--no_shrink"]
     assert_holds(simulate(*options, "--strikes", strikes))
+
+
+def test_who_has_the_runs_last_state_is_not_led_back():
+    # Seed 60001544 of a campaign, made smaller: two that were told of the end made more rounds elsewhere, and the third followed them.
+    strikes = (
+        "reset@3.278/0(seconds=60);pause@5.014/0(seconds=15);slow@10.107/2(what=link,seconds=60);extend@13.676/0(rounds=4);"
+        "pause@24.09/0(seconds=15);pause@39.212/0(seconds=15);extend@39.468/0(rounds=4);extend@70.421/0(rounds=1);"
+        "clock@71.64/1(skew=1.232);pause@72.118/0(seconds=15)"
+    )
+    world = ["--peers", "3", "--hours", "0.0353", "--total_samples", "96", "--members", "--two_faced", "--overlap", "--faults", "none"]
+    assert_holds(simulate("--seed", "60001544", *world, "--sync", "parameters", "--wire", "fp32", "--strikes", strikes, "--no_shrink"))
 
 
 def test_worlds_of_every_strategy_hold():

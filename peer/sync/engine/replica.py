@@ -25,6 +25,7 @@ from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.net.presence import Presence
 from peer.sync.engine.net.streams import Streams
 from peer.sync.engine.outer import Strategy
+from peer.sync.engine.round import span
 from peer.sync.engine.round.averaging import RoundFailed
 from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.round.catch_up import CatchUp
@@ -132,6 +133,7 @@ class Replica:
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode,
             trains=lambda: not (assists or self.trainer.progress.paused), evidence=self._evidence, starting_again=lambda: self.neighbours.starting_again,
+            is_last=partial(span.is_over, self.end),
         )  # fmt: skip
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)

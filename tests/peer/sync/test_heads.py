@@ -268,6 +268,46 @@ def test_three_that_met_in_pairs_only_find_together_again(view):
     assert view(one, ["one", "two"]).sees(record("one", one), record("two", two)).right() is None, "nor does the helper go back"
 
 
+def test_a_strangers_state_of_many_rounds_on_is_taken_for_one_that_comes_after_ours(view):
+    """Found by seed 60001448: a helper had slept, and had met nobody. Of two trainers, that had met it alone, one stood where it did, and one ten
+    rounds on. A record names eight ancestors, so this was another branch for it; then the one beside it made a round of its own, and all stayed."""
+    *_, ours = lineage(5, by=("one", "two"))
+    *_, one = lineage(1, after=ours, by=("one",), change=2.0)
+    *_, far = lineage(10, after=ours, by=("two",))
+    helper = view(ours).sees(record("one", ours), record("two", far))
+    assert helper.right() is None
+    helper.sees(record("one", one), record("two", far))
+    assert helper.right() is None
+    helper.clock.now += DESERTED_SECONDS
+    assert helper.right() == far.digest and not helper.heads.keeps(Head.of(far))
+    assert view(one, ["helper"]).sees(record("helper", far), record("two", far)).right() == far.digest
+
+
+def test_a_strangers_state_is_no_descendant_if_its_line_left_ours_before(view):
+    *_, parted = lineage(5, by=("one", "two"))
+    *_, ours = lineage(1, after=parted, by=("one", "two"))
+    *_, far = lineage(7, after=parted, by=("two",), change=2.0)
+    helper = view(ours).sees(record("one", ours), record("two", far))
+    assert not helper.heads._ballot(lambda head, signers: False).may_descend(Head.of(far))
+    *_, farther = lineage(2, after=far, by=("two",))
+    helper.sees(record("one", ours), record("two", farther))
+    assert helper.right() is None and not helper.heads._ballot(lambda head, signers: False).may_descend(Head.of(farther)), "known from before"
+
+
+def test_who_has_the_runs_last_state_does_not_leave_it_for_more_rounds(view):
+    """Found by seed 60001544: two that were told that the run is over had made one more round, and led the one that was at its end back."""
+    *_, parted = lineage(3, by=("ann", "bob", "cy"))
+    *_, last = lineage(2, after=parted, by=("ann",), samples=30)
+    *_, theirs = lineage(1, after=parted, by=("bob", "cy"), change=2.0)
+    *_, their_last = lineage(2, after=theirs, by=("bob", "cy"), samples=20)
+    ann = view(last, ["bob", "cy"])
+    both = [record("bob", theirs), record("cy", theirs)]
+    assert ann.sees(*both).right() == theirs.digest
+    ann.heads = Heads(ann.met, lambda: ann.records, last, clock=ann.clock, is_last=lambda head: head.samples >= last.header.samples)
+    assert ann.right() is None
+    assert ann.sees(record("bob", their_last), record("cy", their_last)).right() == their_last.digest, "their run is over, too"
+
+
 def test_two_that_fetch_each_others_branch_do_not_swap_for_ever(view):
     """0 and 3 have met, as have 0 and 2, 2 and 4, 3 and 4; 1 has just come. Each move is judged once more when the state has arrived."""
     *_, parted = lineage(2, by=("p0", "p2", "p3", "p4"))

@@ -39,6 +39,8 @@ class Ballot:
     """Whether the voters are those whose state has a certificate (certificate.py): whom we have not met, and nobody outvotes by being live."""
     needs_more: bool = False
     """Whether no state is right that has fewer samples than ours."""
+    is_last: Callable[[Head], bool] = lambda head: False
+    """Whether the run ends with it. Whoever stands on such a state has no more rounds before it, and leaves it for none from which some would be due."""
 
     def right(self) -> dict[Head, set[str]]:
         """The states to take over in place of ours, the best first, and who stands on each; empty while ours is right."""
@@ -63,10 +65,13 @@ class Ballot:
 
     def is_right(self, head: Head) -> bool:
         """Whether `head`, which is not an ancestor of ours, is to be preferred to ours."""
-        if self.needs_more and not better(head, self.ours):
+        if (self.needs_more and not better(head, self.ours)) or (self.is_last(self.ours) and not self.is_last(head)):
             return False
         if self.from_base or self.lineage.descends(head, self.ours):
             return self._is_a_right_descendant(head)
+        return (self.may_descend(head) and self._is_a_right_descendant(head)) or self._is_on_a_right_branch(head)
+
+    def _is_on_a_right_branch(self, head: Head) -> bool:
         if self.met and not self._anybody_votes:
             return better(head, self.ours)
         theirs, us = self._weight(head, self.ours, 0), self._weight(self.ours, head, 1)
@@ -77,6 +82,13 @@ class Ballot:
         # Of three that met in pairs only, two would else stay here and one there for ever.
         theirs, us = self._company(head, self.ours, 0), self._company(self.ours, head, 1)
         return theirs > us or (theirs == us and better(head, self.ours))
+
+    def may_descend(self, head: Head) -> bool:
+        """Whether a stranger's state comes after ours, or nobody knows better: a record names no more than its last ancestors.
+
+        A stranger that lies could name ours as well, so this gives it nothing.
+        """
+        return self.lineage.descends(head, self.ours) or (not self.met and better(head, self.ours) and not self.lineage.meets(head))
 
     @property
     def _anybody_votes(self) -> bool:
@@ -93,7 +105,7 @@ class Ballot:
         if len(signers) > len(others):
             return True
         # A newcomer beside one that committed and one that still averages, however long: no third word would ever come.
-        if signers and len(signers) == len(others) and not any(claim.stays or self.lineage.descends(claim.head, self.ours) for claim in others):
+        if signers and len(signers) == len(others) and not any(claim.stays or self.may_descend(claim.head) for claim in others):
             return True
         # Whoever begins must begin somewhere, also while the others are of several minds; so must who was left behind by all of them.
         return (self.from_base or self.left_behind) and head == min(self._candidates(), key=self._rank, default=None)
@@ -129,7 +141,7 @@ class Ballot:
         Who stays where nobody can be dialled stays in vain: there will be no round.
         """
         here = [claim for claim in self.voters if claim.head.digest == self.ours.digest]
-        after = [self.lineage.descends(claim.head, self.ours) for claim in self.voters if claim not in here]
+        after = [self.may_descend(claim.head) for claim in self.voters if claim not in here]
         stays = bool(here) and (self.we_lead or any(claim.leads for claim in here))
         return not stays and (any(after) if self.met else bool(after) and all(after))
 

@@ -49,13 +49,14 @@ class Heads:
         trains: Callable[[], bool] = lambda: True,
         evidence: Evidence | None = None,
         starting_again: Callable[[], Collection[str]] = frozenset,
+        is_last: Callable[[Head], bool] = lambda head: False,
     ):
         """leads: whether others can dial us; trains: whether we begin rounds, other than who assists or is paused; evidence: what those
         whom we have not met can show (None: nothing is asked of them); starting_again: peers that are none of the others now, and will
-        be within seconds."""
+        be within seconds. is_last: whether the run ends with a state."""
         self._evidence, self._starting_again = evidence, starting_again
         self._met, self._others, self._broken, self._clock, self._leads, self._trains = met, others, broken, clock, leads, trains
-        self._claims = Claims(others, clock)
+        self._claims, self._is_last = Claims(others, clock), is_last
         self._let_go: dict[str, deque[str]] = {}
         self._lineage = Lineage()
         self._left: dict[str, float] = {}
@@ -153,7 +154,7 @@ class Heads:
         ballot = self._ballot(self._one_is_enough)
         if not self._led.get(head.digest, True) and (ballot.met or self._waits_for_company()):
             return True
-        descends = self._from_base or self._lineage.descends(head, self._ours)
+        descends = self._from_base or ballot.may_descend(head)
         return (ballot.certified and not self._is_left_behind(ballot)) or (not descends and ballot.is_shared(head))
 
     def _ballot(
@@ -167,7 +168,7 @@ class Heads:
         if sure := self._on_the_branch(claims):
             ballot = Ballot(
                 self._ours, True, claims, _with_a_vote(sure)[:_MOST_STRANGERS], False, self._lineage, one_is_enough, we_lead=self._leads,
-                left_behind=left_behind, needs_more=True, certified=True,
+                left_behind=left_behind, certified=True, needs_more=True, is_last=self._is_last,
             )  # fmt: skip
             if ballot.right():  # else ours is better, and what comes after it counts as ever
                 return ballot
@@ -184,6 +185,7 @@ class Heads:
         return Ballot(
             self._ours, self._from_base or elsewhere, claims, voters, bool(met), self._lineage, one_is_enough, self._left_lately(),
             self._leads, self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
+            is_last=self._is_last,
         )  # fmt: skip
 
     def _left_lately(self) -> set[str]:

@@ -43,14 +43,22 @@ class Lineage:
     def left_before(self, state: Head, ours: str) -> bool:
         """Whether `state` is known to be on a branch that left ours before `ours`, a state that `holds`."""
         self.learn(state)
-        digest, age = state.digest, self._age[ours[:ELDER_CHARACTERS]]
+        parted = self._met_at(state.digest)
+        return parted is not None and parted > self._age[ours[:ELDER_CHARACTERS]]
+
+    def meets(self, state: Head) -> bool:
+        """Whether one of its ancestors is known to be our state, or an ancestor of ours."""
+        return self._met_at(state.digest) is not None
+
+    def _met_at(self, digest: str) -> int | None:
+        """How many rounds ago its line was ours; None: that is not known."""
         for _ in range(_FURTHEST):
-            if (at := self._age.get(digest[:ELDER_CHARACTERS])) is not None:
-                return at > age
+            if (age := self._age.get(digest[:ELDER_CHARACTERS])) is not None:
+                return age
             if (parent := self._parent.get(digest)) is None:
-                return False
+                return None
             digest = parent
-        return False
+        return None
 
     def descends(self, state: Head, ancestor: Head) -> bool:
         """Whether `state` is known to come after `ancestor`."""

@@ -1,14 +1,14 @@
 """Where a run ends, and how large its rounds are."""
 
-from peer.sync.engine.state import Header
+from peer.sync.engine.state import Head, Header
 from swarm import end as ends
 from swarm.end import End
 from swarm.run_config import RunConfig
 
 
-def is_over(end: End, header: Header) -> bool:
+def is_over(end: End, state: Header | Head) -> bool:
     """Whether the run's samples are all in the state; the run ends when that state is final."""
-    return 0 < end.total <= header.samples
+    return 0 < end.total <= state.samples
 
 
 def began_after_the_end(end: End, header: Header) -> bool:
