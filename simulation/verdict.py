@@ -137,8 +137,9 @@ class Verdict:
         return ours > 0 and ours + 1 >= theirs
 
     def _is_at_the_end(self, digest: str) -> bool:
-        world, commit = self._world, self._world.checks.commits.get(digest)
-        return commit is not None and 0 < world.run.total_samples <= commit.samples
+        """Whether it has all of the run's samples, and somebody has reported it as final: before, those who have it follow others as ever."""
+        checks = self._world.checks
+        return digest in checks.final and 0 < self._world.run.total_samples <= checks.commits[digest].samples
 
     def _sees_no_majority(self, machine: "Machine", here: Sequence[str], there: Sequence[str]) -> bool:
         """Whether one that has met nobody may stay by R5: neither more than half of the others are there, nor more than on its side with it.

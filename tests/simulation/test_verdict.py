@@ -23,14 +23,14 @@ class Peer:
         return self._met
 
 
-def excused(met, *, before=(), end=0):
+def excused(met, *, before=(), end=0, final=("theirs",)):
     """Which of these stay apart by rule; met: of each peer, whom it has met. Capitals are on the run's branch, digits behind ours.
 
-    before: the states from which the run's branch comes; end: the samples with which the run ends: that branch has 100, the others 50.
+    before: the states from which the run's branch comes; end: the samples with which the run ends: that branch has 100, the others 50. final: what was reported.
     """
     machines = [Peer(name, "theirs" if name.isupper() else "behind" if name.isdigit() else "ours", met[name]) for name in met]
     commits = {branch: SimpleNamespace(samples=100 if branch == "theirs" else 50) for branch in ("theirs", "ours", "behind")}
-    checks = SimpleNamespace(stands=lambda machine: machine.branch, lineage=lambda tip: [tip, *before], commits=commits)
+    checks = SimpleNamespace(stands=lambda machine: machine.branch, lineage=lambda tip: [tip, *before], commits=commits, final=final)
     verdict = Verdict(SimpleNamespace(machines=machines, checks=checks, run=SimpleNamespace(total_samples=end)))
     return {machine.peer for machine in machines if machine.branch != "theirs" and verdict._apart_by_rule(machine, ["theirs"])}
 
@@ -52,7 +52,7 @@ def test_who_is_behind_on_the_runs_own_branch_is_never_apart_by_rule():
 def test_who_has_the_runs_last_state_follows_nobody_that_has_not():
     """Seed 60001544. Those without it stay where they are if they are more, and follow if they are not."""
     two, one = {"a": "bA", "b": "aA", "A": "ab"}, {"a": "A", "A": "a"}
-    assert excused(two, end=100) == set("ab") and not excused(two, end=200) and not excused(one, end=100)
+    assert excused(two, end=100) == set("ab") and not excused(two, end=100, final=()) and not excused(two, end=200) and not excused(one, end=100)
 
 
 def test_who_has_met_nobody_may_stay_while_no_branch_has_most_of_the_others():

@@ -133,7 +133,7 @@ class Replica:
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode,
             trains=lambda: not (assists or self.trainer.progress.paused), evidence=self._evidence, starting_again=lambda: self.neighbours.starting_again,
-            is_last=partial(span.is_over, self.end),
+            is_last=self._is_last,
         )  # fmt: skip
         self._ending = Ending(run, self.end, node, line)
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)
@@ -563,6 +563,10 @@ class Replica:
             await self.bell.until(lambda: self._ending.in_doubt and self.phase.value is not Phase.JOIN)
             await self._ending.was_put_off()
             self.bell.ring()
+
+    def _is_last(self, head: Head) -> bool:
+        """Whether the run ends with it; with ours only once that is final: where the last round failed at all others, they make it again without us."""
+        return span.is_over(self.end, head) and (head.digest != self.state.value.digest or not self._finality.waiting)
 
     def _goes_on_after(self, last: State) -> bool:
         return self.state.value is not last or not self._ending.is_over(self.state.value)

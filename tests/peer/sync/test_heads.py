@@ -294,6 +294,23 @@ def test_a_strangers_state_is_no_descendant_if_its_line_left_ours_before(view):
     assert helper.right() is None and not helper.heads._ballot(lambda head, signers: False).may_descend(Head.of(farther)), "known from before"
 
 
+def test_what_a_fetched_header_says_of_its_line_counts(view):
+    """Three newcomers on one state left it for that of one that had parted from it twelve rounds ago, and that one came to theirs."""
+    *_, fork = lineage(3, by=("quin", "x"))
+    *_, many = lineage(10, after=fork, by=("x",))
+    *_, one = lineage(12, after=fork, by=("quin",), change=2.0)
+    newcomer = view(many).sees(record("quin", one), record("rob", many), record("sue", many))
+    assert newcomer.right() == one.digest, "quin alone has work in its state"
+    quin = view(one).sees(*(record(name, many) for name in ("pat", "rob", "sue")))
+    assert quin.right() == many.digest
+    after = view(fork).sees(record("quin", one))
+    assert after.right() == one.digest
+    for peer, state in ((newcomer, one), (after, one)):
+        peer.heads.refusal(Head.of(state), state.header)
+    assert newcomer.right() is None and newcomer.heads.keeps(Head.of(one)), "its header says that it is no descendant"
+    assert after.right() == one.digest and not after.heads.keeps(Head.of(one))
+
+
 def test_who_has_the_runs_last_state_does_not_leave_it_for_more_rounds(view):
     """Found by seed 60001544: two that were told that the run is over had made one more round, and led the one that was at its end back."""
     *_, parted = lineage(3, by=("ann", "bob", "cy"))
@@ -304,7 +321,7 @@ def test_who_has_the_runs_last_state_does_not_leave_it_for_more_rounds(view):
     both = [record("bob", theirs), record("cy", theirs)]
     assert ann.sees(*both).right() == theirs.digest
     ann.heads = Heads(ann.met, lambda: ann.records, last, clock=ann.clock, is_last=lambda head: head.samples >= last.header.samples)
-    assert ann.right() is None
+    assert ann.right() is None and ann.heads.keeps(Head.of(theirs)), "what was fetched before ours was final"
     assert ann.sees(record("bob", their_last), record("cy", their_last)).right() == their_last.digest, "their run is over, too"
 
 

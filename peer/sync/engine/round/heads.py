@@ -151,6 +151,8 @@ class Heads:
         """
         if self.is_right(head):
             return False
+        if self._is_last(self._ours) and not self._is_last(head):
+            return True
         ballot = self._ballot(self._one_is_enough)
         if not self._led.get(head.digest, True) and (ballot.met or self._waits_for_company()):
             return True
@@ -266,7 +268,9 @@ class Heads:
         return 1 + sum([head.digest == ours.digest or line.descends(head, ours) or line.descends(ours, head) for head in met])
 
     def refusal(self, head: Head, header: Header) -> str:
-        """Why what was fetched as `head` is not to be taken over; empty: nothing is against it."""
+        """Why what is fetched as `head`, with this header, is not to be taken over; empty: nothing is against it. Whether it comes after our state
+        is known from now on."""
+        self._lineage.trace(head, header)
         if header.samples != head.samples or (head.parents and header.parents != head.parents):
             return "its samples or ancestors are not those that its signers promised"
         return ""

@@ -15,6 +15,8 @@ class Lineage:
         self._parent: dict[str, str] = {}
         self._learned: dict[str, tuple[str, ...]] = {}
         """State -> the ancestors that were last learned of it: most records say what we have read a moment ago."""
+        self._traced: dict[str, str] = {}
+        """State of which we have read the header -> the beginning of the digest of its last ancestor that was an ancestor of ours as well, or is ours."""
         self._age: dict[str, int] = {}
         """Of our state and its ancestors, by the beginnings of their digests: how many rounds ago."""
 
@@ -32,6 +34,13 @@ class Lineage:
         for child, parent in zip((state.digest, *state.parents), state.parents, strict=False):
             if proven or child not in self._parent:
                 _put(self._parent, child, parent)
+
+    def trace(self, state: Head, header: Header) -> None:
+        """We have read the header of `state`, which names up to 512 ancestors: see where its line was ours."""
+        for name in header.past():
+            if name[:ELDER_CHARACTERS] in self._age:
+                _put(self._traced, state.digest, name[:ELDER_CHARACTERS])
+                return
 
     def has_learned(self, state: Head) -> bool:
         return self._learned.get(state.digest) == state.parents
@@ -55,7 +64,7 @@ class Lineage:
         for _ in range(_FURTHEST):
             if (age := self._age.get(digest[:ELDER_CHARACTERS])) is not None:
                 return age
-            if (parent := self._parent.get(digest)) is None:
+            if (parent := self._traced.get(digest) or self._parent.get(digest)) is None:
                 return None
             digest = parent
         return None
@@ -64,10 +73,11 @@ class Lineage:
         """Whether `state` is known to come after `ancestor`."""
         if state.samples <= ancestor.samples:  # each round adds some; spares the walk in most cases
             return False
-        digest, age = state.digest, self._age.get(ancestor.digest[:ELDER_CHARACTERS])
+        if (age := self._age.get(ancestor.digest[:ELDER_CHARACTERS])) is not None:
+            parted = self._met_at(state.digest)
+            return parted is not None and parted <= age
+        digest = state.digest
         for _ in range(_FURTHEST):  # made-up ancestors may go round in a circle
-            if age is not None and digest[:ELDER_CHARACTERS] in self._age:
-                return age > self._age[digest[:ELDER_CHARACTERS]]
             parent = self._parent.get(digest)
             if parent is None or parent == ancestor.digest:
                 return parent is not None
