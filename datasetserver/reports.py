@@ -47,6 +47,7 @@ class Reports:
         for state in store.states():
             state.owners = len(self._witnesses(state))
             self.tree.add(state)
+        self.tree.stood(store.places())
 
     def add(self, state: State, reporter: str) -> News:
         """Take note of a final state. Refused with 409 when it contradicts itself, or what is known of that state, or was discarded."""
@@ -58,28 +59,32 @@ class Reports:
         self._refuse_discarded(state)
         if wrong := self.tree.contradiction(state):
             raise Refused(409, "contradiction", f"State {state.digest[:16]} cannot be: {wrong}.", "Catch up with the swarm.")
-        state.reporters = [reporter]
+        state.reporters, before = [reporter], self.tree.head
         self.tree.add(state)
         self._store.set_state(state)
-        self._forget_spare(state)
+        self._keep_places()
+        if before is None or state is not self.tree.head or state.parent != before.digest:  # else it is as ever, and nothing is left over
+            self._forget_spare(state)
         return News.REDRAWN if self.tree.is_followed(state) else News.ADDED
 
     def _add_reporter(self, known: State, reporter: str) -> News:
-        if reporter in known.reporters:
-            return News.NOTHING
-        witnesses = self._witnesses(known)
+        witnesses, listed = self._witnesses(known), reporter in known.reporters
         another = len(witnesses) == 1 and self._owners.of(reporter) not in witnesses
-        if another or len(known.reporters) < _MOST_REPORTERS:
+        if not listed and (another or len(known.reporters) < _MOST_REPORTERS):
             known.reporters.append(reporter)
             known.owners = len(self._witnesses(known))
             self._store.set_state(known)
-        elif self.tree.add_unlisted(known, reporter):  # else it would stand for ever on the last state that listed it
-            self._store.set_unlisted(reporter, known.digest)
-        else:
+        # Where one stands that no state lists is not kept: anybody may invent any number of these.
+        elif not (self.tree.stands_somewhere(reporter) and self.tree.has_moved(reporter, known)):
             return News.NOTHING
-        if self.tree.heard_again(known, reporter):
-            return News.REDRAWN
-        return News.BACKED if another else News.NOTHING
+        redrawn = self.tree.heard_again(known, reporter)
+        self._keep_places()
+        return News.REDRAWN if redrawn else News.BACKED if another else News.NOTHING
+
+    def _keep_places(self) -> None:
+        for reporter, digest in self.tree.moves.items():
+            self._store.set_place(reporter, digest)
+        self.tree.moves.clear()
 
     def _add_another_story(self, state: State, reporter: str) -> News:
         """A known state was reported with other figures. Refused with 409 where those before count at least as much.
@@ -90,9 +95,9 @@ class Reports:
         if wrong or not self.tree.outweighs(state):
             raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
         state.reporters = [reporter]
-        self._forget_unlisted(self.tree.get(state.digest))
         for told in (state, *self.tree.replace(state)):
             self._store.set_state(told)
+        self._keep_places()
         return News.REDRAWN
 
     def _refuse_discarded(self, state: State) -> None:
@@ -106,8 +111,6 @@ class Reports:
 
     def _forget_spare(self, new: State) -> None:
         """Reports that are on no chain of ours take room; the least of those that the same owner's peers brought make way."""
-        if new is self.tree.head:
-            return
         owner = self._owners.of(new.reporters[0])
         while victim := spare(self.tree, [s for s in self.tree if self._owners.of(s.reporters[0]) == owner], _MOST_SPARE_MEMBERS):
             self._remove(victim.digest)
@@ -128,15 +131,11 @@ class Reports:
     def _remove(self, digest: str) -> list[State]:
         gone, moved = self.tree.remove(digest)
         for state in gone:
-            self._forget_unlisted(state)
             self._store.remove_state(state.digest)
         for state in moved:
             self._store.set_state(state)
+        self._keep_places()
         return gone
-
-    def _forget_unlisted(self, gone: State) -> None:
-        for reporter in gone.unlisted:
-            self._store.set_unlisted(reporter, "")
 
     # -- who stands behind a state
 

@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS vouched (peer TEXT, number INT, owner TEXT, PRIMARY K
 CREATE TABLE IF NOT EXISTS charged (peer TEXT, number INT, owner TEXT, PRIMARY KEY (peer, number)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round INT, samples INT, members TEXT, reporters TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS unlisted (reporter TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS place (reporter TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS countersigned (name TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wrong_state
@@ -40,7 +40,7 @@ _KEYS = {
     "charged": (0, 1),
     "state": (0,),
     "bridge": (0,),
-    "unlisted": (0,),
+    "place": (0,),
     "discarded": (0,),
     "countersigned": (0,),
     "wrong_state": (0, 1),
@@ -136,24 +136,25 @@ class Store:
     def states(self) -> Iterator[State]:
         """Parents before their children."""
         bridges = dict(self._db.execute("SELECT digest, ancestor FROM bridge"))
-        unlisted: dict[str, set[str]] = {}
-        for reporter, digest in self._db.execute("SELECT reporter, digest FROM unlisted"):
-            unlisted.setdefault(digest, set()).add(reporter)
         query = "SELECT digest, parent, round, samples, members, reporters FROM state ORDER BY round"
         for digest, parent, round_, samples, members, reporters in self._db.execute(query):
             pairs = tuple((peer, number, count) for peer, number, count in json.loads(members))
-            yield State(digest, parent, round_, samples, pairs, json.loads(reporters), bridges.get(digest), unlisted.get(digest, set()))
+            yield State(digest, parent, round_, samples, pairs, json.loads(reporters), bridges.get(digest))
 
     def set_state(self, state: State) -> None:
-        """All but its unlisted reporters."""
+        """All but who stands there."""
         members, reporters = json.dumps(state.members), json.dumps(state.reporters)
         self._put("state", state.digest, state.parent, state.round, state.samples, members, reporters)
         if state.bridge is not None:
             self._put("bridge", state.digest, state.bridge)
 
-    def set_unlisted(self, reporter: str, digest: str) -> None:
-        """The state in which it is unlisted; '': in none any more."""
-        self._put("unlisted", reporter, digest)
+    def places(self) -> Iterator[tuple[str, str]]:
+        """Of each reporter the state on which it stands."""
+        yield from self._db.execute("SELECT reporter, digest FROM place")
+
+    def set_place(self, reporter: str, digest: str) -> None:
+        """digest: '' for none."""
+        self._put("place", reporter, digest)
 
     def remove_state(self, digest: str) -> None:
         for table in ("state", "bridge"):

@@ -8,7 +8,6 @@ be a lie. Of two stories of one state the one that counts more is kept. Not prom
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from swarm.digest import ELDER_CHARACTERS
@@ -24,7 +23,7 @@ class State:
 
     bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided, or not needed. owners: how many the reporters
     have. counted: the samples that the ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
-    unlisted: who told us of it when there were enough `reporters`, and of no state since that had enough: each is in one state only.
+    standing: who stands on it, by the last that each told us; each is in one state only.
     """
 
     digest: str
@@ -34,7 +33,7 @@ class State:
     members: tuple[tuple[str, int, int], ...]
     reporters: list[str] = field(default_factory=list)
     bridge: str | None = None
-    unlisted: set[str] = field(default_factory=set)
+    standing: set[str] = field(default_factory=set)
     owners: int = 1
     counted: int = 0
     gaps: int = 0
@@ -65,10 +64,10 @@ class StateTree:
         self._children: defaultdict[str, list[str]] = defaultdict(list)
         self._bridged: defaultdict[str, list[str]] = defaultdict(list)
         self._having: defaultdict[ContributionId, list[str]] = defaultdict(list)
-        self._newest: dict[str, int] = {}
-        """By reporter, the latest round of which it told us."""
-        self._unlisted: dict[str, str] = {}
-        """By reporter, the state in which it is unlisted."""
+        self._stands: dict[str, str] = {}
+        """By reporter, the state on which it stands."""
+        self.moves: dict[str, str] = {}
+        """What has changed in that, for whoever keeps it; '': it stands nowhere any more."""
         self.head: State | None = None
 
     def get(self, digest: str) -> State | None:
@@ -80,8 +79,8 @@ class StateTree:
     def add(self, state: State) -> None:
         """Take a state that `contradiction` has nothing against."""
         self._states[state.digest] = state
-        self._unlisted |= dict.fromkeys(state.unlisted, state.digest)
-        self._hear(state)
+        for reporter in state.reporters:
+            self._hear(state, reporter)
         self._children[state.parent].append(state.digest)
         for pair in state.contributions():
             self._having[pair].append(state.digest)
@@ -110,7 +109,6 @@ class StateTree:
         """Take this story of a state in place of the one before; returns the states whose ancestor may be another by that."""
         orphans = self._bridged.get(state.digest, [])[:]  # they were taken to come after what it was said to be before
         self._forget(self._states[state.digest])
-        self._hear_anew()
         self.head = None  # it may have been the story before, of which nothing is known any more
         self.add(state)
         moved = self._bridge_anew(orphans)
@@ -122,23 +120,30 @@ class StateTree:
         if digests := self._having.get(pair):
             self._count_from(*(self._states[digest] for digest in digests))
 
-    def add_unlisted(self, state: State, reporter: str) -> bool:
-        """`reporter` has told us of `state` too, which has enough reporters; returns whether that is news.
+    def stood(self, places: Iterable[tuple[str, str]]) -> None:
+        """Where each reporter stood, as it was kept: the states alone do not say in which order they were told."""
+        for reporter, digest in places:
+            if digest in self._states:
+                self._stand(reporter, self._states[digest])
+        self.moves.clear()
+        self.head = self._best()
 
-        It is none of one that told of a later round. Nor of one that no state lists: anybody may invent any number of these.
-        """
-        if self._unlisted.get(reporter) == state.digest or not 0 <= self._newest.get(reporter, -1) <= state.round:
-            return False
-        if before := self._unlisted.get(reporter):
-            self._states[before].unlisted.remove(reporter)
-        self._unlisted[reporter] = state.digest
-        state.unlisted.add(reporter)
-        return True
+    def stands_somewhere(self, reporter: str) -> bool:
+        return reporter in self._stands
+
+    def has_moved(self, reporter: str, state: State) -> bool:
+        """Whether `reporter`, which tells us of `state` now, stands there. Of what came before the state where it stands it tells late, as of a round that
+        was lost; whether that came before is in doubt while a parent is unknown."""
+        stands = self._states.get(self._stands.get(reporter, ""))
+        while stands is not None and stands.round > state.round:
+            if (stands := self._parent(stands)) is None:
+                return False
+        return stands is not state
 
     def heard_again(self, state: State, reporter: str) -> bool:
         """`reporter` has told us of `state`, too; returns whether the head is another by that."""
         before = self.head
-        self._newest[reporter] = max(state.round, self._newest.get(reporter, 0))
+        self._hear(state, reporter)
         if self._is_live(state):
             self._prefer(state)
         self._leave_what_all_have_left()
@@ -168,7 +173,6 @@ class StateTree:
         orphans = [orphan for state in gone for orphan in self._bridged.get(state.digest, ())]
         for state in gone:
             self._forget(state)
-        self._hear_anew()
         self.head = self._best()
         return gone, self._bridge_anew(orphans)
 
@@ -269,23 +273,21 @@ class StateTree:
 
     # -- who stands where
 
-    def _hear(self, state: State) -> None:
-        for reporter in chain(state.reporters, state.unlisted):
-            self._newest[reporter] = max(state.round, self._newest.get(reporter, 0))
+    def _hear(self, state: State, reporter: str) -> None:
+        if self.has_moved(reporter, state):
+            self._stand(reporter, state)
 
-    def _hear_anew(self) -> None:
-        """States are gone, and with them what was heard of them."""
-        self._newest = {}
-        for state in self._states.values():
-            self._hear(state)
-
-    def _is_stood_on(self, state: State) -> bool:
-        """Whether one that told us of it has told us of no later round: of a branch that all have left it is only the figures that count."""
-        return any(self._newest[reporter] == state.round for reporter in chain(state.reporters, state.unlisted))
+    def _stand(self, reporter: str, state: State | None) -> None:
+        if (before := self._states.get(self._stands.pop(reporter, ""))) is not None:
+            before.standing.discard(reporter)
+        if state is not None:
+            self._stands[reporter] = state.digest
+            state.standing.add(reporter)
+        self.moves[reporter] = state.digest if state is not None else ""
 
     def _is_live(self, state: State) -> bool:
         """Whether somebody stands on it, or on what is counted on top of it."""
-        return self._is_stood_on(state) or any(map(self._is_stood_on, self._descendants([state])))
+        return bool(state.standing) or any(one.standing for one in self._descendants([state]))
 
     def _prefer(self, state: State) -> None:
         """Make `state`, which is live, the head, or one before it, if that is better: one that adds nothing comes after its parent."""
@@ -302,7 +304,7 @@ class StateTree:
     def _best(self) -> State | None:
         """Of the states that somebody stands on, and those before them, the first by rank; of all where nobody stands anywhere."""
         live: dict[str, State] = {}
-        for state in filter(self._is_stood_on, self._states.values()):
+        for state in [state for state in self._states.values() if state.standing]:
             for ancestor in self.back(state):
                 if ancestor.digest in live:
                     break
@@ -350,8 +352,9 @@ class StateTree:
         self._set_bridge(state, None)
         del self._states[state.digest]
         _drop(self._children, state.parent, state.digest)
-        for reporter in state.unlisted:
-            del self._unlisted[reporter]
+        for reporter in list(state.standing):
+            told = [other for other in self._states.values() if reporter in other.reporters]
+            self._stand(reporter, max(told, key=lambda other: other.round, default=None))
         for pair in state.contributions():
             _drop(self._having, pair, state.digest)
 

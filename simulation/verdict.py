@@ -30,12 +30,14 @@ class Verdict:
     async def all_commit(self) -> None:
         """Liveness: with no more faults every peer commits within the bound, and all that may come to one lineage do."""
         world, checks = self._world, self._world.checks
-        differs, began, before = "", world.loop.time(), {machine.peer: self._round_of(machine) for machine in world.machines}
+        differs, began, lowest = "", world.loop.time(), {machine.peer: self._round_of(machine) for machine in world.machines}
         while True:
             await world.look()
+            for machine in world.machines:  # whose state was discarded begins again below where it stood
+                lowest[machine.peer] = min(lowest[machine.peer], self._round_of(machine))
             recent = checks.lineage(world.tip())[:_RECENT_ROUNDS]
             behind = [machine for machine in world.machines if checks.stands(machine) not in recent]
-            idle = [machine for machine in world.machines if self._round_of(machine) < before[machine.peer] + 3 or not machine.alive]
+            idle = [machine for machine in world.machines if self._round_of(machine) < lowest[machine.peer] + 3 or not machine.alive]
             waited = world.loop.time() - began
             excused = waited >= _EXCUSED_AFTER_SECONDS and all(self._apart_by_rule(machine, recent) for machine in behind)
             if not idle and (not behind or (excused and not self._server_says_where())):

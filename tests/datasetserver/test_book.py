@@ -435,8 +435,11 @@ def test_a_branch_that_all_who_reported_it_have_left_is_not_the_head_however_muc
     more, less = (digest(name) for name in ("more", "less"))
     assert book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "alice").digest == more
     assert book.add_final(state("less", None, 1, 3, ("bob", 1, 3)), "bob").digest == more
-    assert book.add_final(state("less", None, 1, 3, ("bob", 1, 3)), "alice").digest == more, "she may stand on either"
-    assert book.add_final(state("on", "less", 2, 3, ("carol", 1, 0)), "alice").digest == less, "she does not any more"
+    assert book.add_final(state("less", None, 1, 3, ("bob", 1, 3)), "alice").digest == less, "she has moved"
+    assert reopen(book, db, clock).tree.head.digest == less
+    assert book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "alice").digest == more, "and back"
+    assert reopen(book, db, clock).tree.head.digest == more
+    assert book.add_final(state("on", "less", 2, 3, ("carol", 1, 0)), "alice").digest == less
     assert book.samples_by_peer() == {"bob": 3} and reopen(book, db, clock).tree.head.digest == less
     book.add_final(state("more", None, 1, 4, ("alice", 1, 4)), "dan")
     assert book.tree.head.digest == more, "somebody stands there"
@@ -454,19 +457,45 @@ def test_a_peer_has_left_its_branch_also_when_the_state_that_it_tells_of_has_eno
     crowd = book.tree.get(two.digest)
     assert book.add_final(replace(two, reporters=[]), "alice").digest == one.digest
     assert len(crowd.reporters) == 64, "what is written anew with each report stays short"
-    assert crowd.unlisted == {"alice"}, "36 others are listed nowhere, so they need not have left any state"
+    assert crowd.standing == {*crowd.reporters, "alice"}, "36 others are listed nowhere, so they need not have left any state"
     again = reopen(book, db, clock)
     assert again.tree.head.digest == one.digest and again.tree.get(two.digest) == crowd
     assert again.add_final(replace(two, reporters=[]), "alice").digest == one.digest
     again.add_final(state("three", "two", 3, 3, ("carol", 2, 0)), "alice")
     for number in range(70):
         again.add_final(state("three", "two", 3, 3, ("carol", 2, 0)), f"peer{number}")
-    assert again.tree.get(digest("three")).unlisted == {"peer63"}
-    assert not again.tree.get(two.digest).unlisted & again.tree.get(digest("three")).unlisted, "each is unlisted in one state"
+    assert again.tree.get(digest("three")).standing == {"alice", *(f"peer{number}" for number in range(64))} and not again.tree.get(two.digest).standing
     again.discard([digest("three")])
+    assert again.tree.get(two.digest).standing == set(crowd.reporters), "of those that it does not list nobody knows"
     assert reopen(again, db, clock).tree.get(two.digest) == again.tree.get(two.digest)
-    assert again.tree._unlisted.keys() == again.tree.get(two.digest).unlisted
-    assert db.execute("SELECT DISTINCT digest FROM unlisted ORDER BY digest").fetchall() == [("",), (two.digest,)]
+    assert again.tree.get(one.digest).standing == {"bob"} and not again.tree.stands_somewhere("peer99")
+
+
+def test_where_a_peer_stands_is_what_it_told_last_also_if_that_is_of_an_earlier_round(book, db, clock):
+    """Seeds 64000234 and 64000385: two had told of the run's last state and followed six others, to another last state of as many rounds."""
+    hers, his = keys(book.lease("alice", 4)), keys(book.lease("bob", 3))
+    book.contribute("alice", 1, hers)
+    book.contribute("bob", 1, his)
+    for name, parent, number in (("a1", None, 1), ("a2", "a1", 2), ("a3", "a2", 3)):
+        book.add_final(state(name, parent, number, 4, ("alice", number, 4 if number == 1 else 0)), "alice")
+    assert book.tree.head.digest == digest("a1")
+    b1, b2 = state("b1", None, 1, 3, ("bob", 1, 3)), state("b2", "b1", 2, 3, ("bob", 2, 0))
+    for told in (b1, b2):
+        book.add_final(told, "bob")
+    assert book.tree.head.digest == digest("a1")
+    book.add_final(state("a1", None, 1, 4, ("alice", 1, 4)), "alice")
+    assert book.tree.head.digest == digest("a1"), "it tells late of what came before"
+    book.add_final(b2, "alice")
+    assert book.tree.get(b2.digest).standing == {"alice", "bob"}
+    assert book.tree.head.digest == b1.digest and reopen(book, db, clock).tree.head.digest == b1.digest
+
+
+def test_of_a_round_whose_place_in_the_line_is_unknown_nobody_is_taken_to_stand_there(book):
+    hers = keys(book.lease("alice", 4))
+    book.contribute("alice", 1, hers)
+    book.add_final(state("a9", "a8", 9, 4, ("alice", 9, 0)), "alice")
+    book.add_final(state("a3", "a2", 3, 4, ("alice", 3, 0)), "alice")
+    assert book.tree.get(digest("a9")).standing == {"alice"}
 
 
 def test_samples_of_a_branch_that_lost_are_leasable_and_come_back_with_it(book):

@@ -38,6 +38,10 @@ KNOWN_MIXED = {
     60002639: "a peer that nobody had met stayed behind the smaller of two branches when the run ended on the other",
     60003437: "after a power cut a peer's certificate was of a state that its disk had lost, and liars led it",
     60003002: "a peer started again while the last of the others, which waited for nobody any more, still spoke to the server",
+    64000234: "two that had told of the run's last state followed three others, to another last state of as many rounds",
+    64000385: "the same with two and six",
+    64000575: "a peer whose state was discarded was to make three rounds more than before, with 50 s for each",
+    64000597: "two helpers that nobody had waited for stayed beside each other while the trainers ended the run",
 }
 """Seeds of a campaign that once broke something."""
 

@@ -170,6 +170,19 @@ def test_of_two_pairs_that_never_met_one_follows_the_branch_that_the_server_coun
     assert ann.right() is None, "nobody who is live stands there"
 
 
+def test_who_assists_follows_the_state_that_the_server_countersigned_though_another_helper_stays(view):
+    """Found by seed 64000597: two helpers had met each other and one trainer, which went on alone. The run ended within the 300 s of decision 38."""
+    *_, ours, child, last = lineage(5, by=("yan",))
+    ann = view(ours, ["yan", "zed"])
+    for trains in (True, False):
+        ann.heads = Heads(ann.met, lambda: ann.records, ours, clock=ann.clock, trains=lambda trains=trains: trains, evidence=ann.evidence)
+        ann.evidence.countersigned, ann.evidence.lines = "", {"yan": line_of(last), "xia": line_of(last), "zed": line_of(ours)}
+        ann.sees(record("yan", last), record("xia", last), record("zed", ours, phase=ASSIST))
+        assert ann.right() is None
+        ann.evidence.countersigned = child.digest
+        assert ann.right() == (None if trains else last.digest), trains
+
+
 def the_server_is_with_fewer(view):
     """Three went on, and two, on whose branch the server was: what ann sees, who is of the three. All have met."""
     *_, fork = lineage(4)

@@ -201,7 +201,8 @@ class Heads:
             return []
         for claim in claims:  # a child of ours is elsewhere until this is known
             self._lineage.learn(claim.head)
-        if not any(better(claim.head, self._ours) and not self._lineage.descends(claim.head, self._ours) for claim in claims):
+        newer = [claim.head for claim in claims if better(claim.head, self._ours)]
+        if all(self._trains() and self._lineage.descends(head, self._ours) for head in newer):
             return []
         judgement = self._evidence.judge([claim.peer for claim in claims])
         on_it = judgement.countersigned and not self._lineage.holds(judgement.countersigned)
