@@ -54,6 +54,8 @@ def try_decode(data: bytes, frame: Frame, mask: bytes = b"") -> "Framed | BadSam
         return decode(data, frame, mask)
     except BadSample as error:
         return error
+    except MemoryError:  # of what comes after the file was read, such as resizing; a limit of the process (RLIMIT_AS) brings it
+        return BadSample("there is not enough memory to resize it")
 
 
 def decode(data: bytes, frame: Frame, mask: bytes = b"") -> Framed:

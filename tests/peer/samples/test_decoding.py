@@ -106,6 +106,14 @@ def test_a_picture_that_would_be_huge_when_resized_is_left_out_with_a_reason():
     assert str(found) == "20x1000 is too narrow for 2048x2048: resized it would have 2048x102400 pixels"
 
 
+def test_a_picture_for_which_memory_does_not_suffice_is_left_out(monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "resize", full)
+    assert str(try_decode(png(ramp(40, 32)), Frame(16, 16))) == "there is not enough memory to resize it"
+
+
 def test_the_geometry_says_how_large_the_file_was_and_what_was_cropped_of_it():
     """As diffusers' script for SDXL has it: (height, width) of the file, (top, left) of the crop, (height, width) of the result."""
     assert decode(png(ramp(40, 16)), Frame(16, 16)).geometry == (16, 40, 0, 12, 16, 16)
