@@ -225,10 +225,17 @@ def _pairs_of_tar(path: Path, name: str, faults: Faults) -> list[Pair]:
                 faults.append((f"{name}/{member}", "is there twice in the tar; the first was taken"))
     except Exception as error:  # tarfile raises ReadError, OSError, ValueError, UnicodeError, RecursionError, ... on hostile bytes
         faults.append((name, f"the tar is damaged, what comes after was not read: {error or type(error).__name__}"))
-    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group)]
+    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group, faults)]
 
 
-def _pairs_of_group(key: str, group: dict[str, Piece]) -> Iterator[Pair]:
+def _pairs_of_group(key: str, group: dict[str, Piece], faults: Faults) -> Iterator[Pair]:
+    """Of a sample without any picture, what looks like one is a fault: `v1.0_cat.png` is to all readers of WebDataset the `0_cat.png` of `v1`.
+
+    It is not taken for a picture, since `a.seg.png` is none. Hidden files, whose names begin with the dot, are left out as in a folder.
+    """
+    if group.keys().isdisjoint(IMAGE_SUFFIXES) and not key.endswith("/"):
+        reason = "has a second dot in its name, which a tar's pictures may not: rename it"
+        faults += [(key + suffix, reason) for suffix in group if suffix.endswith(IMAGE_SUFFIXES)]
     caption = next((group[suffix] for suffix in _CAPTION_SUFFIXES if suffix in group), None)
     for suffix in IMAGE_SUFFIXES:
         if suffix in group:
