@@ -92,7 +92,7 @@ def list_folder(
 
     column: of metadata files, with the captions. faults: gets what is no picture: links that lead out of the folder, lines of metadata files
     that cannot be used or name no picture, captions without a picture, pictures of other formats, and what is wrong with tars.
-    A server's work folder, and a folder that cannot be read, are faults, too.
+    A server's work folder, a folder that cannot be read, and pictures in kohya's `0_name` are faults, too.
     masks: X.mask.png beside a picture X is its mask, and no picture. without: folders below `folder` that are left out, with links followed.
     Raises UserError when the folder is missing or has no picture.
     """
@@ -118,6 +118,8 @@ def list_folder(
     pairs = [replace(pair, caption=rows.pop(pair.name).captions or pair.caption) if pair.name in rows else pair for pair in pairs]
     faults += [(row.where, f"there is no picture {name}") for name, row in rows.items()]
     pairs = _masked(pairs, faults) if masks else [replace(pair, mask=None) if pair.mask else pair for pair in pairs]
+    faults += [(pair.name, "its folder's name says 0 repeats: never trained") for pair in pairs if not pair.repeats]
+    pairs = [pair for pair in pairs if pair.repeats]
     if not pairs:
         raise nothing_in(folder, faults)
     return sorted(pairs, key=lambda pair: pair.name)

@@ -56,6 +56,7 @@ def everything(folder):
     put(folder / "3_sks dog" / "bare.png", 11)
     put(folder / "3_sks dog" / "empty.png", 12, " \n")
     put(folder / "3_sks dog" / "own.png", 13, "its own")
+    put(folder / "0_never" / "zero.png", 25, "its folder says 0")
     put(folder / "2022_trip" / "year.png", 14, "a year is no count")
     put(folder / "exif.jpg", 15, "taken somewhere", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0")
     put(folder / "twin.png", 1, "the same picture in other words")
@@ -122,6 +123,7 @@ LEFT_OUT = {
     "more.tar/in/bare.png": "no caption: there is no .txt or .caption file of that name",
     "old.tar.gz": "a compressed tar: unpack it to a plain one",
     "broken.png": "cannot be decoded: image file is truncated",
+    "0_never/zero.png": "its folder's name says 0 repeats: never trained",
     "narrow.png": "1x60 is too narrow: one side is more than 50 times the other",
 }
 
