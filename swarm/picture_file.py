@@ -10,6 +10,8 @@ from PIL import Image, UnidentifiedImageError
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 MAX_PIXELS = 100_000_000
 MAX_SIDE_PIXELS = 32_768
+MAX_RATIO = 50
+"""Of the longer side to the shorter: to cover 512x512, a 1x30000 picture of 196 bytes would be resized to 7.9 billion pixels, some 31 GB."""
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -38,6 +40,8 @@ def opened(data: bytes) -> Iterator[Image.Image]:
                 raise BadSample(f"{image.width}x{image.height} is more than {MAX_PIXELS:,} pixels")
             if max(image.size) > MAX_SIDE_PIXELS:
                 raise BadSample(f"{image.width}x{image.height}: a side is longer than {MAX_SIDE_PIXELS:,} pixels")
+            if max(image.size) > MAX_RATIO * min(image.size):
+                raise BadSample(f"{image.width}x{image.height} is too narrow: one side is more than {MAX_RATIO} times the other")
             yield image
     except BadSample:
         raise

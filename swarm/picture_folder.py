@@ -92,7 +92,7 @@ def list_folder(
 
     column: of metadata files, with the captions. faults: gets what is no picture: links that lead out of the folder, lines of metadata files
     that cannot be used or name no picture, captions without a picture, pictures of other formats, and what is wrong with tars.
-    A server's work folder, and a folder that cannot be read, are faults, too.
+    A server's work folder, a folder that cannot be read, and pictures in kohya's `0_name` are faults, too.
     masks: X.mask.png beside a picture X is its mask, and no picture. without: folders below `folder` that are left out, with links followed.
     Raises UserError when the folder is missing or has no picture.
     """
@@ -118,6 +118,8 @@ def list_folder(
     pairs = [replace(pair, caption=rows.pop(pair.name).captions or pair.caption) if pair.name in rows else pair for pair in pairs]
     faults += [(row.where, f"there is no picture {name}") for name, row in rows.items()]
     pairs = _masked(pairs, faults) if masks else [replace(pair, mask=None) if pair.mask else pair for pair in pairs]
+    faults += [(pair.name, "its folder's name says 0 repeats: never trained") for pair in pairs if not pair.repeats]
+    pairs = [pair for pair in pairs if pair.repeats]
     if not pairs:
         raise nothing_in(folder, faults)
     return sorted(pairs, key=lambda pair: pair.name)
@@ -225,10 +227,17 @@ def _pairs_of_tar(path: Path, name: str, faults: Faults) -> list[Pair]:
                 faults.append((f"{name}/{member}", "is there twice in the tar; the first was taken"))
     except Exception as error:  # tarfile raises ReadError, OSError, ValueError, UnicodeError, RecursionError, ... on hostile bytes
         faults.append((name, f"the tar is damaged, what comes after was not read: {error or type(error).__name__}"))
-    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group)]
+    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group, faults)]
 
 
-def _pairs_of_group(key: str, group: dict[str, Piece]) -> Iterator[Pair]:
+def _pairs_of_group(key: str, group: dict[str, Piece], faults: Faults) -> Iterator[Pair]:
+    """Of a sample without any picture, what looks like one is a fault: `v1.0_cat.png` is to all readers of WebDataset the `0_cat.png` of `v1`.
+
+    It is not taken for a picture, since `a.seg.png` is none. Hidden files, whose names begin with the dot, are left out as in a folder.
+    """
+    if group.keys().isdisjoint(IMAGE_SUFFIXES) and not key.endswith("/"):
+        reason = "has a second dot in its name, which a tar's pictures may not: rename it"
+        faults += [(key + suffix, reason) for suffix in group if suffix.endswith(IMAGE_SUFFIXES)]
     caption = next((group[suffix] for suffix in _CAPTION_SUFFIXES if suffix in group), None)
     for suffix in IMAGE_SUFFIXES:
         if suffix in group:

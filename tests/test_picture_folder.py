@@ -56,6 +56,7 @@ def everything(folder):
     put(folder / "3_sks dog" / "bare.png", 11)
     put(folder / "3_sks dog" / "empty.png", 12, " \n")
     put(folder / "3_sks dog" / "own.png", 13, "its own")
+    put(folder / "0_never" / "zero.png", 25, "its folder says 0")
     put(folder / "2022_trip" / "year.png", 14, "a year is no count")
     put(folder / "exif.jpg", 15, "taken somewhere", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\0\0\0\0\0")
     put(folder / "twin.png", 1, "the same picture in other words")
@@ -74,6 +75,8 @@ def everything(folder):
     (folder / "broken.png").write_bytes((folder / "plain.png").read_bytes()[:200])
     (folder / "broken.txt").write_text("cut off")
     (folder / "lonely.txt").write_text("whose?")
+    Image.new("RGB", (1, 60)).save(folder / "narrow.png")
+    (folder / "narrow.txt").write_text("a line")
     Image.new("RGB", (8, 8)).save(folder / "moving.gif")
     (folder / "moving.txt").write_text("a gif")
     rows = [
@@ -120,6 +123,8 @@ LEFT_OUT = {
     "more.tar/in/bare.png": "no caption: there is no .txt or .caption file of that name",
     "old.tar.gz": "a compressed tar: unpack it to a plain one",
     "broken.png": "cannot be decoded: image file is truncated",
+    "0_never/zero.png": "its folder's name says 0 repeats: never trained",
+    "narrow.png": "1x60 is too narrow: one side is more than 50 times the other",
 }
 
 
@@ -168,7 +173,7 @@ def test_a_host_and_a_peer_leave_out_the_same_files_for_the_same_reasons(tmp_pat
     rejected = ingest(folder, tmp_path / "work", workers=0).rejected
     of_a_peer(folder)
     (line,) = [record.getMessage() for record in caplog.records if record.name == directory.log.name]
-    assert line.startswith(f"left out files={len(LEFT_OUT)} of pictures=23 ")
+    assert line.startswith(f"left out files={len(LEFT_OUT)} of pictures=24 ")
     assert sorted(line.split(" ", 5)[5].split("; ")) == sorted(f"{name}: {reason}" for name, reason in rejected)
 
 

@@ -37,7 +37,7 @@ class TextualInversion:
         return None
 
     def attach(self, model: Model) -> Params:
-        """Raises UserError when the placeholder is known already, or the initializer is not one token."""
+        """Raises UserError when the placeholder is known already or cannot be read, or the initializer is not one token."""
         freeze(model)
         readers = tokenizers(model)
         for tokenizer in readers.values():
@@ -47,6 +47,7 @@ class TextualInversion:
             tokenizer = readers[name]
             start = encoder.get_input_embeddings().weight[self._ids(tokenizer)[0]].detach().float()
             tokenizer.add_tokens(self._tokens)
+            self._check_reading(model.pipeline, tokenizer)
             vectors = nn.Parameter(start.repeat(self._run.num_vectors, 1))
             _lay_over(encoder, tokenizer.convert_tokens_to_ids(self._tokens), vectors, len(tokenizer))
             params[f"{name}.learned_embeds"] = vectors
@@ -80,6 +81,16 @@ class TextualInversion:
             raise UserError(
                 f"The initializer token '{self._run.initializer_token}' is {count} tokens to this model's tokenizer, not one.",
                 fix="Choose a simpler --initializer_token, a common word.",
+            )
+
+    def _check_reading(self, pipeline: Any, tokenizer: Any) -> None:
+        """Raises UserError when a caption does not bring every vector: CLIP's tokenizer lower-cases, so diffusers leaves `<DiCoo>` one token."""
+        read = tokenizer.encode(pipeline.maybe_convert_prompt(self._run.placeholder_token, tokenizer), add_special_tokens=False)
+        found = sum(id in read for id in tokenizer.convert_tokens_to_ids(self._tokens))
+        if found < len(self._tokens):
+            raise UserError(
+                f"Of the {len(self._tokens)} vectors of '{self._run.placeholder_token}' the model's tokenizer would read {found}.",
+                fix="Write --placeholder_token in lower case, or use --num_vectors 1.",
             )
 
     def _ids(self, tokenizer: Any) -> list[int]:

@@ -5,10 +5,12 @@ a folder. Kept is float32, as it was computed. With a cache a picture is encoded
 however much of it was there; and runs without one up to rounding (1e-6 of the loss; to the bit with batches of one).
 """
 
+import fcntl
 import logging
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +35,14 @@ Tensors = dict[str, Tensor]
 class TensorCache:
     """Tensors by name, in `folder`/`fingerprint`; all fingerprints in `folder` together take at most `limit_bytes`.
 
-    When it is full, what was made under other fingerprints goes first, the longest unused; then nothing more is kept: an epoch asks for
-    everything once, so that whatever were dropped for the new would be missed as soon.
+    When it is full, what was made under other fingerprints that no process uses goes first, the longest unused; then nothing more is kept:
+    an epoch asks for everything once, so that whatever were dropped for the new would be missed as soon.
     """
 
     def __init__(self, folder: Path, fingerprint: str, limit_bytes: int):
         self._root, self._folder, self._limit = folder, folder / fingerprint[:32], limit_bytes
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            weakref.finalize(self, os.close, _hold(self._folder))
             os.utime(self._folder)  # the age that eviction goes by
         except OSError as error:
             raise UserError(
@@ -74,7 +76,7 @@ class TensorCache:
         path = self._path(name)
         part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)  # a run on another machine, whose locks are not seen here, may have dropped them
             part.write_bytes(data)  # not flushed: what a power cut tears is found by its digest
             part.replace(path)
         except OSError as error:
@@ -97,9 +99,9 @@ class TensorCache:
 
     def _drop_others(self) -> None:
         others = [folder for folder in self._root.iterdir() if folder.is_dir() and folder != self._folder]
-        for folder in sorted(others, key=lambda folder: folder.stat().st_mtime):
-            shutil.rmtree(folder, ignore_errors=True)
-            self._bytes = _size(self._root)
+        for folder in sorted(others, key=_last_used):
+            if _drop(folder):
+                self._bytes = _size(self._root)
             if self._bytes <= self._limit // 2:
                 return
 
@@ -189,6 +191,56 @@ def _hashed(tensors: Mapping[str, Tensor], start: str = "") -> Any:
 
 def _bytes(tensor: Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _hold(folder: Path) -> int:
+    """Make `folder`, and keep other processes from dropping it until the descriptor that is returned is closed. Raises OSError.
+
+    The lock is the folder's own: a file for it would be in the way of what lists and deletes the entries.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # dropped since
+            continue
+        _lock(descriptor, fcntl.LOCK_SH)
+        if folder.is_dir() and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            return descriptor
+        os.close(descriptor)  # of a folder that was dropped while we waited for its lock
+
+
+def _drop(folder: Path) -> bool:
+    """Delete it with all that is in it, unless a process holds it; returns whether."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # another process was faster
+        return True
+    try:
+        free = _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if free:
+            shutil.rmtree(folder, ignore_errors=True)
+        return free
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """False: another process has it. Where the file system knows no locks, everybody gets it."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _last_used(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _size(folder: Path) -> int:

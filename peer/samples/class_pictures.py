@@ -4,9 +4,11 @@ model itself draws it, so that learning one dog does not turn all dogs into it.
 
 import functools
 import io
+import json
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,32 @@ from swarm.run.method import method_named
 from swarm.run_config import RunConfig
 
 log = logging.getLogger(__name__)
+
+_DRAWN = "class.json"
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What class pictures are drawn of, by the model of which digest, and how large; in `class.json` beside those that were drawn."""
+
+    prompt: str
+    model: str
+    side: int
+
+    def __str__(self) -> str:
+        return f"'{self.prompt}' of {self.side} px, by model {self.model[:16] or 'unknown'}"
+
+    def check(self, folder: Path) -> None:
+        """Raise UserError where other pictures were drawn into `folder`: they would be trained under this prompt. A user's own have no class.json."""
+        try:
+            before = Drawing(**json.loads((folder / _DRAWN).read_bytes()))
+        except (OSError, ValueError, TypeError):  # there is none, or it is not ours
+            return
+        if before != self and any(folder.glob("class-*.png")):
+            raise UserError(f"{folder} holds pictures of {before}, not of {self}.", fix="Choose another --class_data_dir.")
+
+    def keep(self, folder: Path) -> None:
+        _write(folder / _DRAWN, json.dumps(asdict(self)).encode())
 
 
 class ClassPictures:
@@ -67,19 +95,19 @@ def prepare(
             f"{folder} lacks pictures of the class, and with --base_precision {peer.base_precision} this peer would draw them with rounded weights.",
             fix=f"Give a --class_data_dir that holds {count}, or start once without --base_precision.",
         )
-    sizes = {"count": count, "batch": peer.train_batch_size, "side": run.resolution, "denoising_steps": peer.validation_inference_steps}
-    draw_class_pictures(model, folder, peer.class_prompt, seed=run.seed, precision=precision, group=group, stopping=stopping, **sizes)
+    sizes = {"count": count, "batch": peer.train_batch_size, "denoising_steps": peer.validation_inference_steps}
+    wanted = Drawing(peer.class_prompt, run.model_digest, run.resolution)
+    draw_class_pictures(model, folder, wanted, seed=run.seed, precision=precision, group=group, stopping=stopping, **sizes)
     return ClassPictures(folder, peer.class_prompt, count=count, seed=run.seed) if group.is_main else None
 
 
 def draw_class_pictures(
     model: Model,
     folder: Path,
-    prompt: str,
+    wanted: Drawing,
     *,
     count: int,
     batch: int,
-    side: int,
     denoising_steps: int,
     seed: int,
     precision: Precision,
@@ -89,16 +117,19 @@ def draw_class_pictures(
     """Fill rank 0's `folder` up to `count` pictures. Each has a seed of its own, so that drawing that was interrupted goes on with the same ones.
 
     All ranks call it, and each draws `batch` at a time. Raises SystemExit when someone asks to stop meanwhile, which may be for hours on a
-    CPU; and UserError when the pictures cannot be written.
+    CPU; and UserError when the pictures cannot be written, or others were drawn into `folder`.
     """
+    if group.is_main:
+        wanted.check(folder)
     missing = group.broadcast_object(_missing(folder, count) if group.is_main else None)
     if missing and group.is_main:
-        log.info("drawing %d pictures of '%s' into %s", len(missing), prompt, folder)
+        log.info("drawing %d pictures of '%s' into %s", len(missing), wanted.prompt, folder)
+        wanted.keep(folder)
 
     @functools.cache
     def told(pictures: int) -> dict[str, Any]:
         """What the text encoders say of the prompt, asked once: --offload would bring them for each batch."""
-        return {**model.prompt_arguments([prompt] * pictures), **model.drawn_with}
+        return {**model.prompt_arguments([wanted.prompt] * pictures), **model.drawn_with}
 
     for first in _progress(range(0, len(missing), batch * group.world), group):
         if group.broadcast_object(stopping()):
@@ -106,7 +137,7 @@ def draw_class_pictures(
             raise SystemExit(ExitCode.OK)
         # Shares of equal length: a rank that waits for more than ten minutes for the others takes them for lost.
         own = missing[first : first + batch * group.world][group.rank :: group.world]
-        drawn = group.gather([*zip(own, _draw(model, told, own, side, denoising_steps, seed, precision), strict=True)] if own else [])
+        drawn = group.gather([*zip(own, _draw(model, told, own, wanted.side, denoising_steps, seed, precision), strict=True)] if own else [])
         for number, picture in chain.from_iterable(drawn) if group.is_main else ():
             _write(folder / _name(number), picture)
 

@@ -8,7 +8,18 @@ import numpy as np
 from PIL import Image
 
 from swarm.lifeline import die_with_parent
-from swarm.picture_file import BadSample, has_mask, is_deep_grey, opened, orientation_of, turned, upright_mask, upright_rgb, upright_rgba
+from swarm.picture_file import (
+    MAX_PIXELS,
+    BadSample,
+    has_mask,
+    is_deep_grey,
+    opened,
+    orientation_of,
+    turned,
+    upright_mask,
+    upright_rgb,
+    upright_rgba,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,8 @@ def try_decode(data: bytes, frame: Frame, mask: bytes = b"") -> "Framed | BadSam
         return decode(data, frame, mask)
     except BadSample as error:
         return error
+    except MemoryError:  # of what comes after the file was read, such as resizing; a limit of the process (RLIMIT_AS) brings it
+        return BadSample("there is not enough memory to resize it")
 
 
 def decode(data: bytes, frame: Frame, mask: bytes = b"") -> Framed:
@@ -60,6 +73,9 @@ def decode(data: bytes, frame: Frame, mask: bytes = b"") -> Framed:
     scale = max(side / length for side, length in zip(target, size, strict=True))
     if scale != 1:
         size = tuple(max(side, round(length * scale)) for side, length in zip(target, size, strict=True))
+        # A 20x1000 picture covers 2048x2048 as one of 210 million pixels, of which 4 million are kept.
+        if size[0] * size[1] > MAX_PIXELS:
+            raise BadSample("{}x{} is too narrow for {}x{}: resized it would have {}x{} pixels".format(*original, *target, *size))
         layers = [layer.resize(size, Image.Resampling[frame.interpolation.upper()]) for layer in layers]
     space = [length - side for side, length in zip(target, size, strict=True)]
     left, top = (length // 2 if frame.center_crop else rng.randint(0, length) for length in space)

@@ -62,6 +62,7 @@ REJECTED = {
     "bomb_bmp.bmp": (struct.pack("<2sIHHIIiiHHIIiiII", b"BM", 54, 0, 0, 54, 40, 40_000, 40_000, 1, 24, 0, 0, 0, 0, 0, 0), "pixels"),
     "side_wide.png": (encoded(Image.new("1", (50_000, 1))), "a side is longer"),
     "side_high.jpg": (encoded(Image.new("L", (1, 50_000)), "JPEG"), "a side is longer"),
+    "narrow.png": (encoded(Image.new("1", (2, 2000))), "2x2000 is too narrow: one side is more than 50 times the other"),
     "zero.png": (png(header(0, 5), pixels(b""), (b"IEND", b"")), "is none of"),
     "cut.png": (GOOD[: len(GOOD) // 2], "cannot be decoded"),
     "cut.jpg": (JPEG[: len(JPEG) // 2], "cannot be decoded"),

@@ -77,6 +77,15 @@ def test_members_of_one_path_up_to_the_first_dot_are_a_sample(tmp_path):
     assert found == {"x.tar/d.ir/a.png": True, "x.tar/b.webp": True}
 
 
+def test_a_picture_in_a_tar_with_a_second_dot_in_its_name_is_left_out_with_a_reason(tmp_path):
+    names = ("a.png", "a.depth.png", "v1.0_cat.PNG", "v1.0_cat.txt", "d/12.30.11.jpg", "._a.png", "d/._b.png", "only.txt")
+    write_tar(tmp_path / "data" / "x.tar", [(name, picture(1) if name.lower().endswith(("png", "jpg")) else b"a cat") for name in names])
+    faults = []
+    assert [pair.name for pair in list_folder(tmp_path / "data", faults)] == ["x.tar/a.png"]
+    reason = "has a second dot in its name, which a tar's pictures may not: rename it"
+    assert faults == [("x.tar/v1.0_cat.png", reason), ("x.tar/d/12.30.11.jpg", reason)]
+
+
 def odd(name, kind, link=""):
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, link

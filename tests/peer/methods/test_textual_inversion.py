@@ -14,6 +14,7 @@ from peer.sync.engine.outer import advance
 from peer.sync.engine.state import first_state
 from peer.sync.engine.vectors import Flat, Schema, flatten
 from peer.sync.parameters import strategy
+from swarm.errors import UserError
 from swarm.run.family import family_named
 from swarm.run_config import RunConfig
 from tests import tiny
@@ -54,3 +55,16 @@ def test_a_word_of_stable_diffusion_is_three_kilobytes():
     run = RunConfig(placeholder_token="<dicoo>", initializer_token="a")
     params = textual_inversion.build(run).attach(model)
     assert sum(4 * parameter.numel() for parameter in params.values()) == 3072
+
+
+@pytest.mark.parametrize("word", ["<DiCoo>", "Dog-toy"])
+def test_a_word_whose_further_vectors_no_caption_would_bring_is_refused(tiny_model, word):
+    """CLIP's tokenizer lower-cases: diffusers then does not find the word, and does not write its vectors out."""
+
+    def attached(word, num_vectors):
+        run = RunConfig(model=str(tiny_model), placeholder_token=word, initializer_token="a", num_vectors=num_vectors)
+        return textual_inversion.build(run).attach(load_model(run, {}, CPU))
+
+    with pytest.raises(UserError, match=rf"Of the 3 vectors of '{word}' .* would read 1\. Write --placeholder_token in lower case, or use --num"):
+        attached(word, 3)
+    assert attached(word, 1).keys() == attached(word.lower(), 3).keys() == {"text_encoder.learned_embeds"}

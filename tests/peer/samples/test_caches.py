@@ -1,7 +1,9 @@
 """Latents and texts on disk: found when everything they depend on is the same, and never otherwise."""
 
 import dataclasses
+import fcntl
 import logging
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -72,9 +74,42 @@ def test_a_full_cache_keeps_what_it_has_and_says_so_once(tmp_path, caplog):
 def test_what_another_model_left_makes_room(tmp_path):
     old = TensorCache(tmp_path, "e" * 64, 1500)
     old.put(NAME, {"latents": torch.zeros(200)})
+    del old
     new = TensorCache(tmp_path, "f" * 64, 1500)
     new.put(NAME, {"latents": torch.ones(200)})
-    assert old.get(NAME) is None and new.get(NAME)["latents"][0] == 1
+    assert not (tmp_path / ("e" * 32)).exists() and new.get(NAME)["latents"][0] == 1
+
+
+def test_what_another_run_uses_stays_when_the_folder_is_full(tmp_path, caplog):
+    rank, first = (TensorCache(tmp_path, "e" * 64, 1500) for _ in range(2))
+    first.put(NAME, {"latents": torch.zeros(200)})
+    del rank
+    second = TensorCache(tmp_path, "f" * 64, 1500)
+    for run in (second, first):
+        run.put("cd" * 32, {"latents": torch.ones(200)})
+    assert first.get(NAME) is not None and caplog.text.count("is full") == 2 and len(files(tmp_path)) == 1
+    assert (tmp_path / ("f" * 32)).is_dir()
+
+
+def test_a_run_whose_cache_is_dropped_by_another_machine_goes_on_caching(kept, tmp_path):
+    shutil.rmtree(tmp_path / "kept")
+    kept.put(NAME, {"latents": torch.ones(4)})
+    assert kept.get(NAME) is not None
+
+
+def test_a_cache_that_is_dropped_while_a_run_opens_it_is_made_again(tmp_path, monkeypatch):
+    folder, lock = tmp_path / ("f" * 32), fcntl.flock
+
+    def dropped_before(descriptor, kind):
+        monkeypatch.undo()
+        shutil.rmtree(folder)
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", dropped_before)
+    cache = TensorCache(tmp_path, "f" * 64, 1500)
+    cache.put(NAME, {"latents": torch.ones(200)})
+    TensorCache(tmp_path, "e" * 64, 1500).put(NAME, {"latents": torch.ones(200)})
+    assert cache.get(NAME) is not None
 
 
 def test_a_disk_that_takes_no_more_ends_the_keeping_and_not_the_training(kept, tmp_path, caplog):

@@ -13,8 +13,9 @@ from peer.config import PeerConfig
 from peer.contracts import Sample
 from peer.machine.device import Rank, RankGroup, choose_precision
 from peer.samples import class_pictures
-from peer.samples.class_pictures import ClassPictures, draw_class_pictures, pictures_in
+from peer.samples.class_pictures import ClassPictures, Drawing, draw_class_pictures, pictures_in
 from peer.samples.decoding import Decoder
+from swarm import files
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests.peer.samples.test_decoding import png, ramp
@@ -101,8 +102,8 @@ def test_a_run_with_a_class_counts_its_own_pictures_only_and_resumes_to_the_bit(
 def draw(trainer, folder, count, batch=2, stopping=lambda: False):
     group = RankGroup(Rank(), CPU)
     precision = choose_precision("no", CPU, 0)
-    sizes = {"count": count, "batch": batch, "side": 16, "denoising_steps": 2, "seed": 7}
-    draw_class_pictures(trainer.model, folder, "a dog", precision=precision, group=group, stopping=stopping, **sizes)
+    sizes = {"count": count, "batch": batch, "denoising_steps": 2, "seed": 7}
+    draw_class_pictures(trainer.model, folder, Drawing("a dog", "", 16), precision=precision, group=group, stopping=stopping, **sizes)
     return {path.name: np.asarray(Image.open(path)).astype(int) for path in pictures_in(folder)}
 
 
@@ -154,6 +155,8 @@ def test_who_asks_to_stop_while_the_class_is_drawn_does_not_wait_for_all_of_it(s
 
 def test_a_picture_of_the_class_that_cannot_be_written_is_one_line(start, tmp_path, monkeypatch):  # noqa: F811
     def full(path, data):
+        if path.name == "class.json":
+            return files.replace(path, data)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(class_pictures, "replace", full)
@@ -171,6 +174,17 @@ def test_pictures_that_are_there_are_counted_whatever_their_names(start, dogs, t
 def test_a_run_draws_the_class_with_the_base_model_before_it_begins(start, tmp_path):  # noqa: F811
     start(**options(tmp_path / "new", num_class_images=2, validation_inference_steps=1))
     assert [path.name for path in pictures_in(tmp_path / "new")] == ["class-00000.png", "class-00001.png"]
+
+
+@pytest.mark.parametrize("change", [{"class_prompt": "a cat"}, {"run": dataclasses.replace(RUN, resolution=2 * RUN.resolution)}])
+def test_pictures_that_were_drawn_of_another_class_are_not_trained_under_this_one(start, tmp_path, change):  # noqa: F811
+    given = options(tmp_path / "class", num_class_images=1, validation_inference_steps=1)
+    start("first", **given)
+    start("same", **given)
+    with pytest.raises(UserError, match=rf"class holds pictures of 'a dog' of {RUN.resolution} px, by .*Choose another --class_data_dir"):
+        start("other", **given | change)
+    (tmp_path / "class" / "class-00000.png").unlink()
+    start("emptied", **given | change)
 
 
 def test_a_folder_for_the_class_that_cannot_be_made_is_an_error(start, tmp_path):  # noqa: F811

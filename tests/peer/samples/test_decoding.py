@@ -9,7 +9,7 @@ from datasetserver.pictures import normalise
 from peer.contracts import Sample
 from peer.samples.buckets import Buckets
 from peer.samples.decoding import Decoder, to_pixels
-from peer.samples.pictures import Frame, decode, read_otherwise, size_of
+from peer.samples.pictures import Frame, decode, read_otherwise, size_of, try_decode
 from swarm.picture_file import BadSample
 from swarm.run_config import RunConfig
 
@@ -95,6 +95,23 @@ def test_a_picture_is_cropped_to_a_frame_that_is_no_square():
     framed = decode(png(ramp(40, 16)), Frame(32, 16))
     assert framed.pixels.shape == (16, 32, 3) and np.array_equal(framed.pixels[0, :, 0], np.arange(4, 36))
     assert decode(png(Image.new("RGB", (30, 100))), Frame(24, 8)).pixels.shape == (8, 24, 3)
+
+
+def test_a_picture_that_would_be_huge_when_resized_is_left_out_with_a_reason():
+    assert isinstance(found := try_decode(png(Image.new("1", (1, 30_000))), Frame(512, 512)), BadSample)
+    assert str(found) == "1x30000 is too narrow: one side is more than 50 times the other"
+    narrow = png(Image.new("1", (20, 1000)))
+    assert try_decode(narrow, Frame(64, 64)).pixels.shape == (64, 64, 3)
+    found = try_decode(narrow, Frame(2048, 2048))
+    assert str(found) == "20x1000 is too narrow for 2048x2048: resized it would have 2048x102400 pixels"
+
+
+def test_a_picture_for_which_memory_does_not_suffice_is_left_out(monkeypatch):
+    def full(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "resize", full)
+    assert str(try_decode(png(ramp(40, 32)), Frame(16, 16))) == "there is not enough memory to resize it"
 
 
 def test_the_geometry_says_how_large_the_file_was_and_what_was_cropped_of_it():
