@@ -546,7 +546,23 @@ def test_the_pictures_of_a_batch_are_decoded_one_at_a_time(tiny_family, tmp_path
     config = GenerateConfig(model=str(tiny_family("sd")), num_images=3, steps=1, size=16, out=str(tmp_path))
     model, decoded = generate.load(config), []
     model.vae.decoder.register_forward_pre_hook(lambda _, inputs: decoded.append(len(inputs[0])))
-    assert len(generate.draw(model, PROMPT, config)) == 3 and decoded == [1, 1, 1]
+    assert len(generate.draw(model, PROMPT, config, "cat")) == 3 and decoded == [1, 1, 1]
+
+
+def test_each_prompt_has_a_name_of_its_own_that_a_person_recognises():
+    assert generate.names(["A red square!", "a__blue square"]) == ["a-red-square", "a-blue-square"]
+    assert generate.names(["一只猫", "一只狗", "Кошка", "हिन्दी", "!?"]) == ["一只猫", "一只狗", "кошка", "हिन्दी", "picture"]
+    long = [f"{'the same beginning ' * 5}and a {animal}" for animal in ("cat", "dog")]
+    first, second = generate.names(long)
+    assert first[2:] == second[2:] and (first[:2], second[:2]) == ("1-", "2-")
+    assert generate.names(["2 a cat", "a cat", "A cat"]) == ["1-2-a-cat", "2-a-cat", "3-a-cat"]
+    assert len(generate.names(["猫" * 500])[0].encode()) == 120
+
+
+def test_pictures_of_prompts_of_another_script_do_not_replace_one_another(tiny_family, tmp_path):
+    words = ["--steps", "1", "--size", "16", "--num_images", "1", "--out", str(tmp_path / "drawn")]
+    generate.main(["--model", str(tiny_family("sd")), "--prompt", "一只猫", "一只狗", *words])
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"一只猫-000.png", "一只狗-000.png"}
 
 
 def test_loras_and_words_are_put_onto_any_model(tiny_family, trained, tmp_path):
@@ -578,6 +594,12 @@ def test_what_cannot_be_drawn_with_is_named(tiny_family, trained, tmp_path):
         (["--model", tmp_path / "broken.safetensors"], r"broken\.safetensors"),
         (["--model", tiny_family("flux"), "--negative_prompt", "a dog"], r"FLUX takes no negative prompt"),
         (["--model", base, "--num_images", "0"], r"num_images is 0"),
+        (["--model", base, "--size", "20"], r"size is 20, but this model needs a multiple of 8\. Use 16\."),
+        (["--model", base, "--size", "-8"], r"size is -8"),
+        (["--model", base, "--device", "foo"], r"--device foo does not work here: .*Use auto, cpu or cuda"),
+        (["--model", base, "--device", "cuda:99"], r"--device cuda:99 does not work here: .*Use auto, cpu or cuda"),
+        (["--model", base, "--out", tmp_path / "broken.safetensors"], r"no pictures in .*broken\.safetensors: it is a file\. Choose another --out"),
+        (["--model", base, "--out", tmp_path / "broken.safetensors" / "in"], r"no pictures in .*: Not a directory\. Choose another --out"),
     ):
         with pytest.raises(UserError, match=message) as error:
             drawn(tmp_path, *words)
