@@ -90,7 +90,7 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
     part, dtype = out.with_name(f".{out.name}.writing"), getattr(torch, DTYPES[config.dtype])
     try:
         if config.format == "single_file":
-            if kept and (why := method_named(kept.run.method).in_one_file):
+            if why := (method_named(kept.run.method) if kept else loading.method_in(result)).in_one_file:
                 raise UserError(why, fix="Use --format embedding, beside the base model's own file.")
             model = _whole(result, kept, config)
             write_single_file(model.pipeline, part, dtype, header(model, kept, out.stem, whole=True))
@@ -111,9 +111,13 @@ def _whole(result: Path, kept: Result | None, config: ExportConfig) -> Any:
     if (result / "model_index.json").is_file():
         family = family_of(result)
         return load_part("models", family).load(result, cpu, RunConfig(model=str(result), family=family))
-    base = kept if kept and config.model else loading.base_of(result)
-    assert base is not None
-    return loading.as_pipeline(base, result, load_model(base.run, _elsewhere(config), cpu))
+    if config.model:
+        run = kept.run if kept else loading.run_on(config.model, config.model_config)
+    else:
+        base = loading.base_of(result, fix="Give its base model with --model.")
+        assert base is not None
+        run = base.run
+    return loading.as_pipeline(result, load_model(run, _elsewhere(config), cpu))
 
 
 def _elsewhere(config: ExportConfig) -> dict[str, str]:

@@ -459,6 +459,36 @@ def test_a_base_model_elsewhere_can_be_named(tiny_family, trained, tmp_path):
     assert plain(tmp_path / "whole").unet.config.sample_size == 8
 
 
+@pytest.mark.parametrize("options", [LORA, {**LORA, "method": "lokr"}, WORD], ids=lambda options: options["method"])
+def test_a_result_that_says_nothing_of_its_run_is_merged_into_the_model_that_is_named(tiny_family, trained, tmp_path, options):
+    """As of another program, or one whose result.json was left out when it was given on."""
+    done = trained("sd", tmp_path / "model", **options).written()
+    (tmp_path / "model" / "result.json").unlink()
+    given = ["--state", str(tmp_path), "--out", str(tmp_path / "whole")]
+    with pytest.raises(UserError, match=r"does not name its base model\. Give its base model with --model\.$"):
+        export.main(given)
+    export.main([*given, "--model", str(tiny_family("sd"))])
+    np.testing.assert_allclose(picture(plain(tmp_path / "whole")), done.drawn(), atol=1e-4)
+
+
+def test_a_word_that_says_nothing_of_its_run_has_no_place_in_one_file_either(tiny_family, trained, tmp_path):
+    trained("sd", tmp_path / "model", **WORD).written()
+    (tmp_path / "model" / "result.json").unlink()
+    given = ["--state", str(tmp_path), "--format", "single_file", "--model", str(tiny_family("sd")), "--out", str(tmp_path / "one")]
+    with pytest.raises(UserError, match="A single file has no place for a new word"):
+        export.main(given)
+
+
+@pytest.mark.parametrize("form", [Form(), Form(safetensors=False)], ids=["safetensors", "bin"])
+def test_a_word_whose_file_ends_too_early_is_one_line(trained, tmp_path, form):
+    trained("sd", tmp_path / "model", form, **WORD).written()
+    (file,) = (tmp_path / "model").glob("learned_embeds.*")
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(UserError, match=rf"{file.name} does not load as an embedding\. Fetch it again"):
+        export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "one")])
+    assert not list(tmp_path.glob("*one*"))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
