@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
         )
     setup_logging()
     out = Path(config.out)
-    if config.format != "diffusers" and out.suffix != ".safetensors":
+    if config.format != "diffusers" and out.name not in ("", "..") and out.suffix != ".safetensors":
         out = out.with_name(f"{out.name}.safetensors")
     with ended_quietly():
         from peer.results.exporting import export  # with PyTorch, for which --help need not wait 5 s

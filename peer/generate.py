@@ -1,15 +1,18 @@
 """`dd-generate`: pictures from a result, `dd-generate --model OUT --prompt "a handwritten seven" --num_images 4 --out pictures/`."""
 
 import logging
+import os
 import re
 import sys
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from swarm.arguments import ArgumentParser
-from swarm.errors import UserError, run_program
+from swarm.errors import ExitCode, UserError, of_machine, run_program
 from swarm.logs import setup_logging
 from swarm.options import build, option, options, parse_flags
 from swarm.run.method import method_named
@@ -43,7 +46,7 @@ class GenerateConfig:
         aliases=("guidance_scale",),
     )
     seed: int = option(0, "Picture N is drawn from seed + N.", ge=-(2**63))
-    size: int = option(0, "Side in pixels; 0: the one the model was made for.")
+    size: int = option(0, "Side in pixels; 0: the one the model was made for.", ge=0)
     batch_size: int = option(8, "Pictures drawn at a time.", ge=1)
     device: str = option("auto", "auto, cpu or cuda.")
 
@@ -59,10 +62,24 @@ def main(argv: Sequence[str]) -> None:
     if not config.model or not config.prompt:
         raise UserError("A model and a prompt are needed.", fix='For example: dd-generate --model output/model --prompt "a red square".')
     setup_logging()
+    _make(Path(config.out))
     model = load(config)
-    for prompt in config.prompt:
-        for path in draw(model, prompt, config):
+    for prompt, name in zip(config.prompt, names(config.prompt), strict=True):
+        for path in draw(model, prompt, config, name):
             print(path)
+
+
+def _make(out: Path) -> None:
+    """The folder for the pictures, before minutes of loading. Raises UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(out, os.W_OK | os.X_OK) else "it may not be written"
+    except FileExistsError:
+        reason = "it is a file"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise UserError(f"There can be no pictures in {out}: {reason}.", fix="Choose another --out.", code=ExitCode.DISK)
 
 
 def load(config: GenerateConfig) -> Any:
@@ -71,20 +88,20 @@ def load(config: GenerateConfig) -> Any:
 
     from peer.results import loading
 
+    device = _device(config.device)
     given = loading.result_in(Path(config.model).expanduser())
     needs = loading.base_of(given)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     model = base(needs.run if needs else run_of(given, config))
-    pipeline, dtype = model.pipeline, torch.float32 if device == "cpu" else getattr(torch, model.facts.half)
+    pipeline, dtype = model.pipeline, torch.float32 if device.type == "cpu" else getattr(torch, model.facts.half)
     model.cast(dtype)  # in memory: in float32, FLUX.2 dev (226 GB) and Qwen-Image (118) would fit no GPU
     if needs:
         loading.add_result(pipeline, given)
-    names = [f"lora_{number}" for number in range(len(config.lora))]
-    for name, source in zip(names, config.lora, strict=True):
+    adapters = [f"lora_{number}" for number in range(len(config.lora))]
+    for name, source in zip(adapters, config.lora, strict=True):
         loading.add_lora(pipeline, Path(source), name)
     own = ["default"] if needs and method_named(needs.run.method).adapter else []
-    if own or names:  # without --lora, --lora_scale is the result's own
-        pipeline.set_adapters([*own, *names], [1.0 if names else config.lora_scale] * len(own) + [config.lora_scale] * len(names))
+    if own or adapters:  # without --lora, --lora_scale is the result's own
+        pipeline.set_adapters([*own, *adapters], [1.0 if adapters else config.lora_scale] * len(own) + [config.lora_scale] * len(adapters))
     for source in config.embedding:
         log.info("the learned word of %s is %s", source, loading.add_embedding(pipeline, Path(source)))
     if model.facts.ddim:
@@ -94,8 +111,24 @@ def load(config: GenerateConfig) -> Any:
     model.cast(dtype)  # what was added
     if hasattr(model.vae, "use_slicing"):
         model.vae.enable_slicing()  # a batch is decoded one picture at a time: that takes more memory than the denoiser's steps
-    model.move(torch.device(device))
+    model.move(device)
     return model
+
+
+def _device(wanted: str) -> Any:
+    """Raises UserError for one that is not there."""
+    import torch
+
+    from peer.models.diffusion.source import first_line
+
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+        torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError) as error:  # AssertionError: of a PyTorch that was built without CUDA
+        if of_machine(error):
+            raise
+        raise UserError(f"--device {wanted} does not work here: {first_line(error)}", fix="Use auto, cpu or cuda.") from error
 
 
 def run_of(given: Path, config: GenerateConfig) -> RunConfig:
@@ -120,12 +153,11 @@ def base(run: RunConfig) -> Any:
     return load_part("models", family_of(path)).load(path, None, run)
 
 
-def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
-    """Write `config.num_images` PNGs named by prompt and number; picture N does not depend on how many are drawn at a time."""
+def draw(model: Any, prompt: str, config: GenerateConfig, name: str) -> list[Path]:
+    """Write `config.num_images` PNGs, `name` and a number; picture N does not depend on how many are drawn at a time."""
     import torch
 
     pipeline, out = model.pipeline, Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
     if config.negative_prompt and not model.facts.negative_prompts:
         raise UserError(f"{model.facts.title} takes no negative prompt.", fix="Remove --negative_prompt.")
     paths: list[Path] = []
@@ -134,7 +166,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
         pipeline.set_progress_bar_config(
             desc=f"{prompt[:40]} {numbers[0] + 1}-{numbers[-1] + 1}/{config.num_images}", disable=not sys.stderr.isatty()
         )
-        with torch.no_grad():
+        with torch.no_grad(), _of_size(config.size):
             images = pipeline(
                 **told(model, [prompt] * len(numbers), config.negative_prompt),
                 num_inference_steps=config.steps,
@@ -144,9 +176,24 @@ def draw(model: Any, prompt: str, config: GenerateConfig) -> list[Path]:
                 generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],
             ).images
         for number, image in zip(numbers, images, strict=True):
-            paths.append(out / f"{slug(prompt)}-{number:03}.png")
+            paths.append(out / f"{name}-{number:03}.png")
             image.save(paths[-1])
     return paths
+
+
+@contextmanager
+def _of_size(size: int) -> Iterator[None]:
+    """Within it, a size that the pipeline refuses is a UserError: each family's knows best what it can draw."""
+    try:
+        yield
+    except ValueError as error:
+        found = re.search(r"divisible by (\d+)", str(error))
+        if not size or not found:
+            raise
+        multiple = int(found[1])
+        raise UserError(
+            f"size is {size}, but this model needs a multiple of {multiple}.", fix=f"Use {size // multiple * multiple or multiple}."
+        ) from error
 
 
 def told(model: Any, prompts: Sequence[str], negative: str) -> dict[str, Any]:
@@ -168,9 +215,17 @@ def _guidance(model: Any, config: GenerateConfig) -> dict[str, float]:
     return {} if config.guidance is None else {model.facts.guided_by: config.guidance}
 
 
-def slug(prompt: str) -> str:
-    """A file name that a person recognises the prompt in."""
-    return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:60] or "picture"
+def names(prompts: Sequence[str]) -> list[str]:
+    """A file name for each, by which a person recognises the prompt; all begin with the prompt's number where two would be the same."""
+    found = [_slug(prompt) for prompt in prompts]
+    return found if len({*found}) == len(found) else [f"{number}-{name}" for number, name in enumerate(found, 1)]
+
+
+def _slug(prompt: str) -> str:
+    """Its letters, marks and digits of any script. File systems take 255 bytes, eCryptfs 143: 120 leave room for numbers."""
+    kept = (char if unicodedata.category(char)[0] in "LMN" else "-" for char in unicodedata.normalize("NFC", prompt.lower()))
+    text = re.sub("-+", "-", "".join(kept)).strip("-")[:60]
+    return text.encode()[:120].decode(errors="ignore") or "picture"
 
 
 def cli() -> int:

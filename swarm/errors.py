@@ -54,12 +54,22 @@ _NO_MEMORY = re.compile(
 """What is said by all that has no exception of its own for it: a GPU that is full may say so outside torch's allocator, too."""
 
 
+def system_number(error: BaseException | None) -> int:
+    """The system's number of an error, 0 where it has none. safetensors, being Rust, gives it in its text only: '(os error 28)'."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    # By its name, since safetensors is not everybody's.
+    found = re.search(r"os error (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
+    return int(found[1]) if found else 0
+
+
 def of_machine(error: BaseException) -> UserError | None:
     """What the machine was short of when `error` was raised, memory or disk, as the circumstance it is; None for all other errors."""
-    text = str(error)
-    if isinstance(error, OSError) and error.errno in _FULL:
-        about = f" ({error.filename})" if error.filename else ""
-        return UserError(f"{error.strerror}{about}.", fix="Free some space, then start again.", code=ExitCode.DISK)
+    text, number = str(error), system_number(error)
+    if number in _FULL:
+        about = f" ({error.filename})" if getattr(error, "filename", None) else ""
+        reason = getattr(error, "strerror", None) or os.strerror(number)
+        return UserError(f"{reason}{about}.", fix="Free some space, then start again.", code=ExitCode.DISK)
     # By its name, since torch is not everybody's.
     short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or _NO_MEMORY.search(text)
     if short or (isinstance(error, OSError) and error.errno == errno.ENOMEM):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarm.digest import digest_json
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, system_number
 from swarm.files import flush
 from swarm.run_config import RunConfig
 
@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 SPARE_BYTES = 16 << 20
 """Left free by a checkpoint, for logs and for others."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""The system's numbers of a disk, or a quota, that takes no more."""
 
 
 class Damaged(Exception):
@@ -185,9 +186,9 @@ def replacing(target: Path) -> Iterator[Path]:
         flush(target.parent)
         _remove(old)
     except (OSError, SafetensorError) as error:
-        if _errno(error) in _FULL:
+        if (number := system_number(error)) in FULL:
             raise UserError(
-                f"{target} could not be written: {os.strerror(_errno(error))}.",
+                f"{target} could not be written: {os.strerror(number)}.",
                 fix="Free space or choose another --output_dir, then start again with --resume_from_checkpoint latest.",
                 code=ExitCode.DISK,
             ) from error
@@ -200,12 +201,6 @@ def _check_room(folder: Path, num_bytes: int) -> None:
     """Do not begin what cannot end: a disk filled to its last byte is everybody's trouble on this machine. Raises OSError."""
     if shutil.disk_usage(folder).free < num_bytes + SPARE_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _errno(error: Exception) -> int:
-    """The system's error number; safetensors, being Rust, gives it in its text only."""
-    found = re.search(r"os error (\d+)", str(error))
-    return getattr(error, "errno", None) or (int(found[1]) if found else 0)
 
 
 def _remove(folder: Path) -> None:

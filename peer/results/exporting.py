@@ -17,7 +17,7 @@ from peer.contracts import Params
 from peer.export import DTYPES, ExportConfig
 from peer.launch.starting_model import load_model, source_of
 from peer.loop.train import load_result
-from peer.results import loading
+from peer.results import destination, loading
 from peer.results.checkpoint import Checkpoints, about, replacing
 from peer.results.forms.embedding import write_embedding
 from peer.results.forms.lora import write_lora_diffusers, write_lora_kohya
@@ -28,6 +28,7 @@ from peer.rooms import load_part
 from peer.sync.engine.state import BadState, State
 from peer.sync.engine.transfer.disk import read_state
 from peer.sync.engine.vectors import Flat, Schema
+from swarm import files
 from swarm.base_model import family_of
 from swarm.errors import ExitCode, UserError
 from swarm.run.method import method_named
@@ -38,14 +39,33 @@ log = logging.getLogger(__name__)
 
 def export(config: ExportConfig, out: Path) -> None:
     """Write to `out` what `config.state` names. Raises UserError."""
-    with _here(config, out) as place, found(place, config, out) as result:
+    destination.check(out, folder=config.format == "diffusers")
+    destination.keep(out, *_sources(config))
+    with destination.writing(out), _here(config, out) as place, found(place, config, out) as result:
         write(result, config, out)
+
+
+def _sources(config: ExportConfig) -> Iterator[Path]:
+    """What of this machine is read, as far as the options say it."""
+    if not _is_elsewhere(config.state):
+        result = loading.result_in(Path(config.state))
+        yield from (Path(config.state), result, *(result / name for name in (loading.LORA, *loading.EMBEDDINGS)))
+    yield from _places(config)
+
+
+def _places(of: ExportConfig | RunConfig) -> Iterator[Path]:
+    """Of the base model, where it is no Hub id."""
+    yield from (Path(place).expanduser() for place in (of.model, of.model_config) if place)
+
+
+def _is_elsewhere(state: str) -> bool:
+    return state.startswith(("http://", "https://", "/ip4/", "/ip6/", "/dns"))
 
 
 @contextmanager
 def _here(config: ExportConfig, out: Path) -> Iterator[Path]:
     """What is to be exported, on this machine; fetched into a folder that is gone afterwards."""
-    if not config.state.startswith(("http://", "https://", "/ip4/", "/ip6/", "/dns")):
+    if not _is_elsewhere(config.state):
         yield Path(config.state)
         return
     from peer.results.fetching import fetch_state
@@ -59,8 +79,10 @@ def _here(config: ExportConfig, out: Path) -> Iterator[Path]:
 def write(result: Path, config: ExportConfig, out: Path) -> None:
     """The result's folder in the form asked for."""
     kept = read_result(result)
+    if kept:
+        destination.keep(out, *_places(kept.run))
     if config.format == "diffusers":
-        with replacing(out) as folder:
+        with replacing(out.resolve()) as folder:  # where `out` is a link, what it leads to
             _whole(result, kept, config).save(folder)
             tidy(folder)
         return
@@ -68,7 +90,7 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
     part, dtype = out.with_name(f".{out.name}.writing"), getattr(torch, DTYPES[config.dtype])
     try:
         if config.format == "single_file":
-            if kept and (why := method_named(kept.run.method).in_one_file):
+            if why := (method_named(kept.run.method) if kept else loading.method_in(result)).in_one_file:
                 raise UserError(why, fix="Use --format embedding, beside the base model's own file.")
             model = _whole(result, kept, config)
             write_single_file(model.pipeline, part, dtype, header(model, kept, out.stem, whole=True))
@@ -76,7 +98,9 @@ def write(result: Path, config: ExportConfig, out: Path) -> None:
             write_embedding(result, part, kept.run.family if kept else "", dtype)
         else:
             (write_lora_kohya if config.format == "lora_kohya" else write_lora_diffusers)(result, part, dtype)
+        files.flush(part)
         part.replace(out)
+        files.flush(out.parent)
     finally:
         part.unlink(missing_ok=True)
 
@@ -87,9 +111,13 @@ def _whole(result: Path, kept: Result | None, config: ExportConfig) -> Any:
     if (result / "model_index.json").is_file():
         family = family_of(result)
         return load_part("models", family).load(result, cpu, RunConfig(model=str(result), family=family))
-    base = kept if kept and config.model else loading.base_of(result)
-    assert base is not None
-    return loading.as_pipeline(base, result, load_model(base.run, _elsewhere(config), cpu))
+    if config.model:
+        run = kept.run if kept else loading.run_on(config.model, config.model_config)
+    else:
+        base = loading.base_of(result, fix="Give its base model with --model.")
+        assert base is not None
+        run = base.run
+    return loading.as_pipeline(result, load_model(run, _elsewhere(config), cpu))
 
 
 def _elsewhere(config: ExportConfig) -> dict[str, str]:

@@ -1,14 +1,23 @@
 """`--push_to_hub`: a result folder goes to the Hugging Face Hub. What is written here stays, whatever becomes of the upload."""
 
+import functools
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from peer.results.result import NAME, public, read_result
 from swarm.errors import ExitCode, UserError
 
 log = logging.getLogger(__name__)
+
+SECONDS = 60.0
+"""For a connection, and for the next bytes of an answer: the Hub itself gives a commit 60 s."""
+WRITE_SECONDS = 300.0
+"""For the next bytes of an upload, which a slow line may hold up."""
 
 
 def prepare(repo: str, token: str) -> str:
@@ -17,7 +26,8 @@ def prepare(repo: str, token: str) -> str:
     Raises UserError (auth, network).
     """
     try:
-        return str(_api(token).create_repo(repo, exist_ok=True).repo_id)
+        with _in_time():
+            return str(_api(token).create_repo(repo, exist_ok=True).repo_id)
     except Exception as error:
         raise _refused(
             f"The Hub does not let this peer write to {repo}", error, "Then start again, or train without --push_to_hub."
@@ -30,7 +40,7 @@ def push(folder: Path, repo: str, token: str) -> str:
     message = f"{about.run.run_name}: {about.samples} samples, round {about.round}" if about else folder.name
     again = f"The result is in {folder}; to try again: {by_hand(folder, repo)}"
     try:
-        with TemporaryDirectory() as scratch:
+        with TemporaryDirectory() as scratch, _in_time():
             api = _api(token)
             page = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, ignore_patterns=[NAME])
             if about:  # without the paths of this machine
@@ -53,6 +63,36 @@ def _api(token: str):
 
     disable_progress_bars()
     return HfApi(token=token or None)
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Within it, a Hub that takes a connection and then says nothing is an error. huggingface_hub itself waits for ever."""
+    import huggingface_hub
+    from huggingface_hub.utils import _http
+
+    if hasattr(_http, "default_client_factory"):  # from 1.0: one client of httpx for all threads
+        use, usual, limit = huggingface_hub.set_client_factory, _http.default_client_factory, _limit_client
+    elif hasattr(_http, "_default_backend_factory"):  # before: a session of requests for each thread
+        use, usual, limit = huggingface_hub.configure_http_backend, _http._default_backend_factory, _limit_session
+    else:
+        yield
+        return
+    use(lambda: limit(usual()))
+    try:
+        yield
+    finally:
+        use(usual)
+
+
+def _limit_client(client: Any) -> Any:
+    client.timeout = type(client.timeout)(SECONDS, write=WRITE_SECONDS)  # httpx's own class, or that of httpx2
+    return client
+
+
+def _limit_session(session: Any) -> Any:
+    session.request = functools.partial(session.request, timeout=SECONDS)
+    return session
 
 
 def _refused(what: str, error: Exception, again: str) -> UserError:

@@ -10,8 +10,10 @@ from peer.methods.shared.tensor_file import read
 from peer.models.diffusion.source import first_line, locate
 from peer.results.result import Result, read_result
 from swarm.errors import UserError
+from swarm.founding import with_defaults, with_family
 from swarm.run.family import family_of_pipeline
-from swarm.run.method import method_named
+from swarm.run.method import Method, method_named, methods, usual
+from swarm.run_config import RunConfig
 
 LORA = "pytorch_lora_weights.safetensors"
 PRODUCTS = "*/adapter_config.json"
@@ -29,24 +31,42 @@ def is_result(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("model_index.json", LORA, *EMBEDDINGS)) or any(folder.glob(PRODUCTS))
 
 
-def base_of(folder: Path) -> Result | None:
-    """What a LoRA's or an embedding's folder was made from; None when `folder` is a pipeline. Raises UserError when it does not say it."""
+def base_of(folder: Path, fix: str = "") -> Result | None:
+    """What a LoRA's or an embedding's folder was made from; None when `folder` is a pipeline.
+
+    Raises UserError when it does not say it, or its base model is not there; fix: what to do then, `dd-generate`'s way by default.
+    """
     if not folder.is_dir() or (folder / "model_index.json").is_file() or not is_result(folder):
         return None
     about = read_result(folder)
     if about is None or not about.run.model:
         raise UserError(
-            f"{folder} does not name its base model.", fix=_elsewhere(folder)
+            f"{folder} does not name its base model.", fix=fix or _elsewhere(folder)
         )
     try:
         locate(about.run.model)
     except UserError as error:
         raise UserError(
             f"The base model of {folder} is not there: {error.message}",
-            fix=_elsewhere(folder),
+            fix=fix or _elsewhere(folder),
             code=error.code,
         ) from None
     return about
+
+
+def run_on(model: str, model_config: str) -> RunConfig:
+    """What is known of a run by its base model alone: the defaults of that one's family. Raises UserError."""
+    return with_defaults(with_family(RunConfig(model=model, model_config=model_config), locate(model)))
+
+
+def method_in(folder: Path) -> Method:
+    """The method that left what is in a folder, by its files; of those whose result peft alone reads, the first."""
+    if (folder / "model_index.json").is_file():
+        return method_named(usual())
+    product = any(folder.glob(PRODUCTS))
+    lora = not product and (folder / LORA).is_file()
+    kind = (False, lora, not lora and not product)
+    return next(method for method in methods().values() if (method.whole, method.adapter, method.learns_words) == kind)
 
 
 def _elsewhere(folder: Path) -> str:
@@ -168,10 +188,10 @@ def _there(source: Path) -> Path:
     return result_in(path)
 
 
-def as_pipeline(run_of: Result, folder: Path, model: Any) -> Any:
+def as_pipeline(folder: Path, model: Any) -> Any:
     """`model`, the base model, with the result in `folder` merged into its weights; a peer/models model that can be saved whole."""
     add_result(model.pipeline, folder)
-    if method_named(run_of.run.method).adapter:
+    if method_in(folder).adapter:
         model.pipeline.fuse_lora(components=_merged(model.pipeline))
         model.pipeline.unload_lora_weights()
     return model

@@ -6,6 +6,7 @@ import ssl
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from swarm.errors import ExitCode, UserError, of_machine, run_program, why
 from swarm.memory_advice import memory_advice
@@ -60,6 +61,10 @@ def test_what_the_machine_is_short_of_is_a_circumstance_of_its_kind():
         assert run_program(main) == code
     assert of_machine(MemoryError()).code == ExitCode.MEMORY and of_machine(MemoryError()).fix == memory_advice()
     assert str(of_machine(OSError(errno.ENOSPC, "No space left", "a.txt"))).startswith("No space left (a.txt).")
+    assert str(of_machine(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))) == (
+        "No space left on device. Free some space, then start again."
+    )
+    assert of_machine(SafetensorError("Error while deserializing header: header too large")) is None
     assert of_machine(OSError(errno.ENOENT, "No such file")) is None and of_machine(ValueError("1")) is None
 
 

@@ -18,12 +18,19 @@ def write_embedding(result: Path, path: Path, family: str, dtype: torch.dtype = 
     found = next((result / name for name in EMBEDDINGS if (result / name).is_file()), None)
     if found is None:
         raise UserError(f"{result} is not an embedding: it has no {EMBEDDINGS[0]}.", fix="Use --format diffusers or single_file.")
-    word, vectors = read_embedding(found)
     others = files_beside(found)
     facts = family_named(family)
     if others and facts is None:
         raise UserError(f"{result} does not name its model family.", fix="Give its files to the other tool unchanged.")
-    vectors |= {suffix: read_embedding(file)[1][""] for suffix, file in others.items()}
+    word, vectors = _read(found)
+    vectors |= {suffix: _read(file)[1][""] for suffix, file in others.items()}
     tensors = {facts.text_encoders[f"text_encoder{suffix}"].vectors[0] if others else word: tensor for suffix, tensor in vectors.items()}
     said = read(found)[1] if found.suffix == ".safetensors" else {}
     save({name: tensor.to(dtype) for name, tensor in tensors.items()}, path, {**said, "format": "pt", "placeholder_token": word})
+
+
+def _read(file: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    try:
+        return read_embedding(file)
+    except Exception:  # whatever safetensors, torch and pickle raise for a file that is none
+        raise UserError(f"{file} does not load as an embedding.", fix="Fetch it again, or export it from its run.") from None

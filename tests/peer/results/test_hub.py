@@ -3,12 +3,14 @@
 import base64
 import json
 import signal
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.utils import get_session
 
 from peer.finetune import main
 from peer.launch.starting_model import load_model
@@ -141,6 +143,34 @@ def test_a_hub_that_is_away_is_one_line(result, monkeypatch):
     with pytest.raises(UserError, match="Check the network") as error:
         hub.prepare("me/mine", TOKEN)
     assert error.value.code == ExitCode.NETWORK and "\n" not in str(error.value)
+
+
+@pytest.fixture
+def silent_hub(monkeypatch):
+    """It takes every connection and never answers, which is noticed after 0.2 s."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr(hub, "SECONDS", 0.2)
+        yield
+
+
+@pytest.mark.timeout(60)
+def test_a_hub_that_never_answers_is_one_line(silent_hub, result):
+    before = get_session().timeout
+    with pytest.raises(UserError, match=r"does not let this peer write to me/mine: .*timed out.*Check the network") as first:
+        hub.prepare("me/mine", TOKEN)
+    with pytest.raises(UserError, match=rf"upload to me/mine failed: .*timed out.*to try again: hf upload me/mine {result}") as second:
+        hub.push(result, "me/mine", TOKEN)
+    assert {first.value.code, second.value.code} == {ExitCode.NETWORK}
+    assert get_session().timeout == before, "what else asks the Hub waits as before"
+
+
+def test_sessions_of_huggingface_hub_before_1_0_have_a_limit_too(silent_hub):
+    requests = pytest.importorskip("requests")
+    session = hub._limit_session(requests.Session())
+    with pytest.raises(requests.exceptions.ReadTimeout):
+        session.post(constants.ENDPOINT, json={})
 
 
 @pytest.fixture

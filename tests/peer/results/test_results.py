@@ -459,6 +459,36 @@ def test_a_base_model_elsewhere_can_be_named(tiny_family, trained, tmp_path):
     assert plain(tmp_path / "whole").unet.config.sample_size == 8
 
 
+@pytest.mark.parametrize("options", [LORA, {**LORA, "method": "lokr"}, WORD], ids=lambda options: options["method"])
+def test_a_result_that_says_nothing_of_its_run_is_merged_into_the_model_that_is_named(tiny_family, trained, tmp_path, options):
+    """As of another program, or one whose result.json was left out when it was given on."""
+    done = trained("sd", tmp_path / "model", **options).written()
+    (tmp_path / "model" / "result.json").unlink()
+    given = ["--state", str(tmp_path), "--out", str(tmp_path / "whole")]
+    with pytest.raises(UserError, match=r"does not name its base model\. Give its base model with --model\.$"):
+        export.main(given)
+    export.main([*given, "--model", str(tiny_family("sd"))])
+    np.testing.assert_allclose(picture(plain(tmp_path / "whole")), done.drawn(), atol=1e-4)
+
+
+def test_a_word_that_says_nothing_of_its_run_has_no_place_in_one_file_either(tiny_family, trained, tmp_path):
+    trained("sd", tmp_path / "model", **WORD).written()
+    (tmp_path / "model" / "result.json").unlink()
+    given = ["--state", str(tmp_path), "--format", "single_file", "--model", str(tiny_family("sd")), "--out", str(tmp_path / "one")]
+    with pytest.raises(UserError, match="A single file has no place for a new word"):
+        export.main(given)
+
+
+@pytest.mark.parametrize("form", [Form(), Form(safetensors=False)], ids=["safetensors", "bin"])
+def test_a_word_whose_file_ends_too_early_is_one_line(trained, tmp_path, form):
+    trained("sd", tmp_path / "model", form, **WORD).written()
+    (file,) = (tmp_path / "model").glob("learned_embeds.*")
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(UserError, match=rf"{file.name} does not load as an embedding\. Fetch it again"):
+        export.main(["--state", str(tmp_path), "--format", "embedding", "--out", str(tmp_path / "one")])
+    assert not list(tmp_path.glob("*one*"))
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -546,7 +576,23 @@ def test_the_pictures_of_a_batch_are_decoded_one_at_a_time(tiny_family, tmp_path
     config = GenerateConfig(model=str(tiny_family("sd")), num_images=3, steps=1, size=16, out=str(tmp_path))
     model, decoded = generate.load(config), []
     model.vae.decoder.register_forward_pre_hook(lambda _, inputs: decoded.append(len(inputs[0])))
-    assert len(generate.draw(model, PROMPT, config)) == 3 and decoded == [1, 1, 1]
+    assert len(generate.draw(model, PROMPT, config, "cat")) == 3 and decoded == [1, 1, 1]
+
+
+def test_each_prompt_has_a_name_of_its_own_that_a_person_recognises():
+    assert generate.names(["A red square!", "a__blue square"]) == ["a-red-square", "a-blue-square"]
+    assert generate.names(["一只猫", "一只狗", "Кошка", "हिन्दी", "!?"]) == ["一只猫", "一只狗", "кошка", "हिन्दी", "picture"]
+    long = [f"{'the same beginning ' * 5}and a {animal}" for animal in ("cat", "dog")]
+    first, second = generate.names(long)
+    assert first[2:] == second[2:] and (first[:2], second[:2]) == ("1-", "2-")
+    assert generate.names(["2 a cat", "a cat", "A cat"]) == ["1-2-a-cat", "2-a-cat", "3-a-cat"]
+    assert len(generate.names(["猫" * 500])[0].encode()) == 120
+
+
+def test_pictures_of_prompts_of_another_script_do_not_replace_one_another(tiny_family, tmp_path):
+    words = ["--steps", "1", "--size", "16", "--num_images", "1", "--out", str(tmp_path / "drawn")]
+    generate.main(["--model", str(tiny_family("sd")), "--prompt", "一只猫", "一只狗", *words])
+    assert {path.name for path in (tmp_path / "drawn").iterdir()} == {"一只猫-000.png", "一只狗-000.png"}
 
 
 def test_loras_and_words_are_put_onto_any_model(tiny_family, trained, tmp_path):
@@ -578,6 +624,12 @@ def test_what_cannot_be_drawn_with_is_named(tiny_family, trained, tmp_path):
         (["--model", tmp_path / "broken.safetensors"], r"broken\.safetensors"),
         (["--model", tiny_family("flux"), "--negative_prompt", "a dog"], r"FLUX takes no negative prompt"),
         (["--model", base, "--num_images", "0"], r"num_images is 0"),
+        (["--model", base, "--size", "20"], r"size is 20, but this model needs a multiple of 8\. Use 16\."),
+        (["--model", base, "--size", "-8"], r"size is -8"),
+        (["--model", base, "--device", "foo"], r"--device foo does not work here: .*Use auto, cpu or cuda"),
+        (["--model", base, "--device", "cuda:99"], r"--device cuda:99 does not work here: .*Use auto, cpu or cuda"),
+        (["--model", base, "--out", tmp_path / "broken.safetensors"], r"no pictures in .*broken\.safetensors: it is a file\. Choose another --out"),
+        (["--model", base, "--out", tmp_path / "broken.safetensors" / "in"], r"no pictures in .*: Not a directory\. Choose another --out"),
     ):
         with pytest.raises(UserError, match=message) as error:
             drawn(tmp_path, *words)
