@@ -13,6 +13,15 @@ from swarm.logs import line
 _SAME_WISH_SECONDS = 1.0
 
 
+def say(text: str) -> None:
+    """One line on stderr, from a signal's handler: no logging there, which may be interrupted while it holds its lock.
+
+    Nothing where nobody reads it any more: Ctrl-C also ends the `tee` of `dd-peer ... 2>&1 | tee log`.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, (line(text) + "\n").encode())
+
+
 class Stop:
     """Whether someone asked to stop; `Stop().listen()` takes over the signals of this process."""
 
@@ -44,9 +53,7 @@ class Stop:
         now = self._clock()
         if self._asked is None:
             self._asked = now
-            # No logging here: a handler may interrupt the logger while it holds its lock.
-            said = "stopping after this step; once more to stop at once." if self._begun else "stopped before it began."
-            os.write(2, (line(said) + "\n").encode())
+            say("stopping after this step; once more to stop at once." if self._begun else "stopped before it began.")
             if not self._begun:
                 self._end_now(ExitCode.OK)  # an exception here, at any line of asyncio's, hung or was lost in 11 of 212 tries
         elif now - self._asked >= _SAME_WISH_SECONDS:

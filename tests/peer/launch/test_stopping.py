@@ -1,6 +1,25 @@
+import contextlib
+import os
+
 import pytest
 
+from peer.config import PeerConfig
 from peer.launch.stopping import Stop
+from peer.supervise import Supervisor
+
+
+@contextlib.contextmanager
+def nobody_reads():
+    """Within it, stderr is a pipe whose reader has ended. No fixture: pytest puts its own file there between the set-up and the test."""
+    kept, (reader, writer) = os.dup(2), os.pipe()
+    os.close(reader)
+    os.dup2(writer, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)
 
 
 def test_the_first_signal_asks_and_a_later_one_ends_at_once(capfd):
@@ -30,3 +49,11 @@ def test_who_asks_before_it_has_begun_does_not_wait_and_afterwards_is_heard_as_a
         pass
     stop.hear(15)
     assert stop() and "stopping after this step" in capfd.readouterr().err
+
+
+def test_a_wish_is_heard_where_nobody_reads_what_is_said_to_it(tmp_path):
+    stop, supervisor = Stop(), Supervisor([], PeerConfig(), tmp_path, log_file=object())
+    with nobody_reads():
+        stop.hear(2)
+        supervisor._hear(2)
+    assert stop() and supervisor._asked is not None
