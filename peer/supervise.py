@@ -14,7 +14,7 @@ from peer.config import PeerConfig
 from peer.launch.command_line import parse
 from peer.launch.launcher import Rank
 from peer.launch.resolving import no_model
-from peer.launch.stopping import say
+from peer.launch.stopping import say, wishes
 from peer.volunteer.commands import own_command
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import End, Policy, Verdict, smaller
@@ -72,7 +72,7 @@ class Supervisor:
         self._kill_at = math.inf
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in wishes():
             signal.signal(number, self._hear)
         while True:
             end = self._live()
@@ -161,13 +161,15 @@ class Supervisor:
     def _hear(self, number: int, frame: object = None) -> None:
         """The trainer stops cleanly; on a second wish at once, and if it hangs it is killed.
 
-        It hears SIGTERM also for Ctrl-C: while it imports, for 5 to 10 s, that ends it without a traceback.
+        It hears SIGTERM also for Ctrl-C and a closed terminal: while it imports, for 5 to 10 s, that ends it without a traceback.
         """
         now = time.monotonic()
         if self._asked is None:
             self._asked = now
             if self._log_file:  # what the trainer says to it goes into the file
                 say("stopping; once more to stop at once.")
+        elif number == signal.SIGHUP:  # the terminal is closed after Ctrl-C: the trainer would take it for a second wish
+            return
         elif now - self._asked >= _SAME_WISH_SECONDS:
             self._kill_at = min(self._kill_at, now + _LAST_SECONDS)
         self._tell_to_stop()

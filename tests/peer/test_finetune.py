@@ -215,12 +215,13 @@ def test_ctrl_c_while_a_model_is_loaded_ends_a_peer_at_once(flags, tmp_path):
     assert code == 0 and said.endswith("stopped before it began.\n"), said
 
 
-def test_sigint_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path, number):
     log = tmp_path / "log"
     process = forked(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, log=log)
     wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert_ended_cleanly(*ended(process, log), tmp_path / "out", family)
 
 

@@ -1,10 +1,12 @@
 import contextlib
+import math
 import os
+import signal
 
 import pytest
 
 from peer.config import PeerConfig
-from peer.launch.stopping import Stop
+from peer.launch.stopping import Stop, wishes
 from peer.supervise import Supervisor
 
 
@@ -57,3 +59,24 @@ def test_a_wish_is_heard_where_nobody_reads_what_is_said_to_it(tmp_path):
         stop.hear(2)
         supervisor._hear(2)
     assert stop() and supervisor._asked is not None
+
+
+def test_a_closed_terminal_asks_to_stop_but_never_to_hurry(tmp_path, monkeypatch):
+    now, ended = [100.0], []
+    stop, supervisor = Stop(lambda: now[0], ended.append), Supervisor([], PeerConfig(), tmp_path, log_file=None)
+    monkeypatch.setattr("peer.supervise.time.monotonic", lambda: now[0])
+    for hear in (stop.hear, supervisor._hear):
+        hear(signal.SIGHUP)
+        now[0] += 10
+        hear(signal.SIGHUP)
+    assert stop() and not ended and supervisor._asked and supervisor._kill_at == math.inf
+
+
+def test_a_hangup_is_heard_unless_nohup_ignores_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert signal.SIGHUP in wishes()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert signal.SIGHUP not in wishes()
+    finally:
+        signal.signal(signal.SIGHUP, before)

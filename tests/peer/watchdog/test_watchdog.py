@@ -375,9 +375,9 @@ def test_a_stop_while_it_waits_to_start_again_is_obeyed_at_once(supervise, tmp_p
     assert (tmp_path / f"{out.name}.log").read_text().splitlines()[1:] == ["stopping; once more to stop at once."]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_while_a_trainer_that_has_not_begun_finds_no_server_does_not_fail(supervise, number):
-    """Of either the trainer hears SIGTERM, which ends it without a traceback while it still imports."""
+    """Of each the trainer hears SIGTERM, which ends it without a traceback while it still imports."""
     process, out = supervise(["away"], wait=False)
     until(lambda: (out / "listening").exists())
     process.send_signal(number)
