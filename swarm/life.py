@@ -44,8 +44,9 @@ class Life:
         answer_with_stacks(environ)
         return cls(folder if environ.get("RANK", "0") == "0" else None)
 
-    def __call__(self, doing: str) -> None:
-        now = self._clock()
+    def __call__(self, doing: str = "") -> None:
+        """doing: "" for what was begun before."""
+        now, doing = self._clock(), doing or self._last.doing or "starting"
         if self._file is None or (doing == self._last.doing and now - self._last.at < _EVERY_SECONDS):
             return
         self._last = Sign(doing, now)
@@ -56,7 +57,7 @@ class Life:
         """`stopping`, as a sign of life: every loop that waits asks it again and again."""
 
         def asked() -> bool:
-            self(self._last.doing or "starting")
+            self()
             return stopping()
 
         return asked

@@ -113,6 +113,9 @@ def test_signs_of_life_are_written_once_a_second_and_whenever_something_else_beg
     now[0] += 0.6
     asked = life.while_asked(lambda: "answer")
     assert asked() == "answer" and last_sign(tmp_path) == Sign(TRAINING, 101.1)
+    now[0] += 5
+    life("")
+    assert last_sign(tmp_path) == Sign(TRAINING, 106.1)
     (tmp_path / "life").write_text("[torn")
     assert last_sign(tmp_path) is None and last_sign(tmp_path / "nowhere") is None
     Life(None)("nothing is written")
