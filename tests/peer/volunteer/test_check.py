@@ -22,15 +22,17 @@ from datasetserver import tokens
 from peer.config import PeerConfig
 from peer.data.client.probing import Distance
 from peer.data.client.transport import Refusal
+from peer.finetune import main as trainer
 from peer.launch.joining import Joined
 from peer.machine.device import Precision
 from peer.machine.disk_space import check_space, needed_bytes
 from peer.machine.fitting import Fit
 from peer.supervise import cli as main
+from peer.supervise import main as supervisor
 from peer.volunteer.check.items import Machine, _fp32_bytes
 from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
 from peer.volunteer.check.speed import _readable, measure_step
-from swarm.errors import ExitCode, UserError
+from swarm.errors import ExitCode, UserError, run_program
 from swarm.protocol import ErrorBody
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
@@ -352,6 +354,15 @@ def test_a_server_that_has_not_the_shard_that_it_names_is_said_in_the_link(machi
 def test_a_check_of_nothing_is_a_mistake(capsys):
     assert main(["--check"]) == ExitCode.CONFIG and "--check URL" in capsys.readouterr().err
     assert main(["--check=http://127.0.0.1:9", "--resoluton", "3"]) == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize(("program", "flags"), [(supervisor, ["--config", "run.toml"]), (trainer, ["--config", "run.toml"]), (trainer, ["--check", NOBODY])])
+def test_a_check_that_would_be_ignored_is_refused_and_nothing_is_trained(program, flags, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(f'check = "{NOBODY}"\nmodel = "m"\n')
+    assert run_program(lambda: program([*flags, "--output_dir", "out"])) == ExitCode.CONFIG
+    assert f"is a command of dd-peer's command line. Start dd-peer --check {NOBODY}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_a_server_is_asked_of_its_peers(tmp_path):
