@@ -29,10 +29,11 @@ from peer.machine.disk_space import check_space, needed_bytes
 from peer.machine.fitting import Fit
 from peer.supervise import cli as main
 from peer.supervise import main as supervisor
+from peer.volunteer.check import command
 from peer.volunteer.check.items import Machine, _fp32_bytes
 from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
 from peer.volunteer.check.speed import _readable, measure_step
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import STOPPED_AT_ONCE, ExitCode, UserError, run_program
 from swarm.protocol import ErrorBody
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
@@ -236,6 +237,19 @@ def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options
     places = [fix.index(words[name]) for name in advised.split()]
     assert places == sorted(places) and fix.count("--") == len(places)
     assert advised or fix == "End other programs that use this memory, or use a device with more of it."
+
+
+def test_ctrl_c_while_a_step_is_measured_leaves_it_behind(monkeypatch, capsys, tmp_path):
+    class Measuring(Machine):
+        def items(self):
+            self.step_left_behind = True
+            raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(command, "Machine", Measuring)
+    monkeypatch.setattr(command.os, "_exit", ended.append)
+    main([f"--check={NOBODY}", "--output_dir", str(tmp_path)])
+    assert ended == [STOPPED_AT_ONCE] and capsys.readouterr().err == "stopped.\n"
 
 
 def test_a_step_for_which_the_disk_is_too_full_says_so():
