@@ -92,8 +92,8 @@ def _measure(
                 continue
             try:
                 answer = told.recv()
-            except EOFError:  # it has ended, by itself or by the kernel
-                return best
+            except EOFError:  # it has ended, by itself, by the kernel, or by the Ctrl-C that we heard as well
+                return None if stopping() else best
             if isinstance(answer, dict):
                 raise UserError(**answer)
             best = max(best, answer)
