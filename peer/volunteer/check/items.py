@@ -17,6 +17,7 @@ from peer.launch.resolving import known_hosts, token_for
 from peer.rooms import load_part
 from peer.volunteer.check.report import FAIL, NOTE, Answer, Item, NotAsked
 from swarm import advice
+from swarm.base_model import could_be_on_hub, not_found
 from swarm.clock import REFUSED_SECONDS, words
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -157,7 +158,7 @@ class Machine:
 
         method_named(run.method).check_files(with_own_places(run, self.given))
         name = self.given.get("model") or run.model
-        if not Path(name).exists() and name.count("/") == 1 and not _in_hub_cache(name):
+        if could_be_on_hub(name) and not Path(name).exists() and not _in_hub_cache(name):
             return Answer(
                 f"{name} is not on this machine yet", "It is fetched from the Hub at the first start: some GB; then check again.", NOTE
             )
@@ -371,9 +372,14 @@ def _fp32_bytes(model: Path) -> int:
 
 
 def _in_hub_cache(name: str) -> bool:
+    """Raises UserError for a name that no model of the Hub can have."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
 
-    return isinstance(try_to_load_from_cache(name, "model_index.json"), str)
+    try:
+        return isinstance(try_to_load_from_cache(name, "model_index.json"), str)
+    except HFValidationError:
+        raise not_found(name) from None
 
 
 def _existing(folder: Path) -> Path:

@@ -130,6 +130,14 @@ def test_a_model_with_other_weights_or_none(machine, tiny_family, tmp_path):
     )
 
 
+def test_a_models_path_may_begin_with_a_tilde_and_a_name_that_the_hub_refuses_is_nobodys(machine, monkeypatch, tiny_model):
+    monkeypatch.setenv("HOME", str(tiny_model.parent))
+    assert asked(machine({"model": f"~/{tiny_model.name}"}), "server", "run", "model").mark == OK
+    for missing in ("~/no-such-model", "my--models/one"):
+        told = asked(machine({"model": missing}), "server", "run", "model")
+        assert told.mark == FAIL and told.found.startswith("There is no model"), told
+
+
 def test_a_lora_that_the_run_begins_with_and_that_is_not_here(machine):
     machine = machine()
     machine.joined = Joined(RunConfig(method="lora", lora_weights="/host/style.safetensors", lora_weights_digest="0" * 64), "", ())
