@@ -140,7 +140,9 @@ class Supervisor:
                     stalled = watchdog.look(last_sign(self._folder), lambda: Vitals.of(trainer.family()), now)
                 looked = now
         if stalled:
-            log.error("the trainer stands still: %s. Where it is:\n%s", stalled, trainer.stacks())
+            log.error("the trainer stands still: %s. Where it is:", stalled)
+            for place in filter(None, trainer.stacks().splitlines()):  # a line each: the log shows a line's end within one as \n
+                log.error("%s", place)
         out_of_memory = memory.look()
         trainer.end(at_once=bool(stalled) or code is None)
         watchdog.look(last_sign(self._folder), Vitals, time.monotonic())
