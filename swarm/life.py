@@ -42,7 +42,7 @@ class Life:
         """This process's, which from now on also says where it is when asked. Only rank 0 shows life: the others wait for it, and it for them."""
         folder = Path(environ[FOLDER]) if environ.get(FOLDER) else None
         answer_with_stacks(environ)
-        return cls(folder if environ.get("RANK", "0") == "0" else None)
+        return cls(folder if environ.get("RANK") in (None, "", "0") else None)
 
     def __call__(self, doing: str = "") -> None:
         """doing: "" for what was begun before."""

@@ -124,6 +124,8 @@ def test_signs_of_life_are_written_once_a_second_and_whenever_something_else_beg
 def test_other_ranks_show_no_life(tmp_path):
     Life.of_process({FOLDER: str(tmp_path), "RANK": "1"})("training")
     assert last_sign(tmp_path) is None
+    Life.of_process({FOLDER: str(tmp_path), "RANK": ""})("training")
+    assert last_sign(tmp_path)
 
 
 def test_a_kill_for_memory_is_told_by_the_kernels_counters(tmp_path):
