@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -188,7 +189,12 @@ class Machine:
         options = {"checkpoints": checkpoints, "there": there, "average": peer.use_ema, "optimizer": optimizer}
         needed = needed_bytes(trained, swarming=True, on_disk=peer.state_on == "disk", **options)
         kinds = 1 if peer.own_data else 1 + peer.cache_latents + peer.cache_text
-        fits, told = check_space(folder, needed | {"caches": kinds * peer.cache_gib * 2**30})
+        caches, apart = kinds * peer.cache_gib * 2**30, _existing(peer.cache_folder)
+        if apart.stat().st_dev == folder.stat().st_dev:
+            needed, apart = needed | {"caches": caches}, None
+        fits, told = check_space(folder, needed)
+        if apart and (free := shutil.disk_usage(apart).free) < caches:
+            fits, told = False, f"{told}; {apart} has {advice.size(free)} free, and the caches take up to {advice.size(caches)}"
         if not fits:
             return Answer(told, "Free some space, lower --cache_gib or --checkpoints_total_limit, or choose another --output_dir.", NOTE)
         return told if self.model else Answer(told, "Not counted: what depends on the model.", NOTE)

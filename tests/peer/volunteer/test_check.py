@@ -157,6 +157,17 @@ def test_a_disk_that_is_too_small_or_read_only(machine, monkeypatch, tmp_path):
     assert answer(50_000_000_000).mark == OK
 
 
+def test_caches_on_another_disk_need_no_room_on_that_of_the_result(machine, monkeypatch):
+    def answer(there):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=there if folder == Path("/proc") else 5_000_000_000))
+        return asked(machine(cache_dir="/proc"), "server", "run", "model", "disk")
+
+    roomy = answer(50_000_000_000)
+    assert roomy.mark == OK and ", caches" not in roomy.found
+    full = answer(1_000_000)
+    assert full.mark == NOTE and full.found.endswith("/proc has 1 MB free, and the caches take up to 21.5 GB") and "--cache_gib" in full.fix
+
+
 def test_what_the_preflight_says_of_the_disk_is_what_the_trainer_will_say(machine, monkeypatch, tiny_model, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5_000_000))
     (tmp_path / "checkpoint-000001").mkdir()
