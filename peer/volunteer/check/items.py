@@ -208,14 +208,11 @@ class Machine:
         from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, check_memory, host_bytes
         from peer.sync.engine.vectors import Schema
 
-        weights, free = _fp32_bytes(self.model), available_bytes()
-        if weights > free:
-            raise UserError(
-                f"The model alone takes {advice.size(weights)} of memory, and {advice.size(free)} are free.",
-                fix="End other programs here, or use a machine with more memory.",
-                code=ExitCode.MEMORY,
-            )
+        if self.model.is_file():  # all of it passes through the memory in float32, also to be counted
+            _check_alone(_fp32_bytes(self.model), available_bytes())
         fitting = self._fit()
+        if self.model.is_dir():
+            _check_alone(self._held_bytes(), available_bytes())
         self.say("loading the model ...")
         learner = _learner(self)
         if not swarms(run.sync):
@@ -244,6 +241,19 @@ class Machine:
             self.say("counting what the run needs of the memory ...")
         self.peer, told = checked(self.peer, self.joined, {**self.given, "model": str(self.model)}, device)
         return f"; on the GPU {told}" if told else ""
+
+    def _held_bytes(self) -> int:
+        """What a folder's weights take of the host's memory once they are placed; 0 on a GPU, which takes them one by one: `_fit` counts these."""
+        from peer.launch.launcher import Rank
+        from peer.launch.starting_model import load_unchecked
+        from peer.machine.device import choose_device
+        from peer.machine.needs import Needs
+
+        device = choose_device(self.peer.device, Rank())
+        if device.type == "cuda":
+            return 0
+        run = with_own_places(self.run(), self.given)
+        return Needs(run, lambda: load_unchecked(run, {**self.given, "model": str(self.model)}), device).weights(self.peer)
 
     def _speed(self) -> Answer | str:
         if self.learner is None:
@@ -369,8 +379,18 @@ def _learner(machine: Machine) -> Any:
     return learner
 
 
+def _check_alone(weights: int, free: float) -> None:
+    """Raises UserError when the model's weights do not fit into the memory."""
+    if weights > free:
+        raise UserError(
+            f"The model alone takes {advice.size(weights)} of memory, and {advice.size(free)} are free.",
+            fix="End other programs here, or use a machine with more memory.",
+            code=ExitCode.MEMORY,
+        )
+
+
 def _fp32_bytes(model: Path) -> int:
-    """Of the weights once they are loaded."""
+    """Of the weights in float32."""
     from swarm.digest import read_header, weight_files
 
     headers = [read_header(path) for path in weight_files(model)]

@@ -186,6 +186,20 @@ def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monk
     fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "Averaging needs")
 
 
+def test_a_model_takes_what_is_held_of_it_and_none_of_the_hosts_memory_on_a_gpu(machine, monkeypatch, tiny_model):
+    def held(method, **options):
+        here = machine(**options)
+        asked(here, "server", "run", "model")
+        here.joined = dataclasses.replace(here.joined, run=dataclasses.replace(here.run(), method=method))
+        return here._held_bytes() / _fp32_bytes(tiny_model)
+
+    assert held("full", mixed_precision="no") == pytest.approx(1, abs=0.01)
+    assert 0.5 < held("lora", mixed_precision="bf16") < 0.7 < held("full", mixed_precision="bf16") <= 1
+    assert held("lora", mixed_precision="bf16", base_precision="int8") < held("lora", mixed_precision="bf16")
+    monkeypatch.setattr("peer.machine.device.choose_device", lambda *_: torch.device("cuda"))
+    assert held("lora") == 0
+
+
 @pytest.mark.parametrize(("weights", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_a_step_is_measured_with_the_weights_that_are_trained(machine, weights, dtype):
     ready = machine(weights=weights)
