@@ -4,7 +4,6 @@ import asyncio
 import collections
 import contextlib
 import logging
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +21,7 @@ from peer.figures.audience import show
 from peer.launch.joining import Joined, from_before
 from peer.launch.membership import kept
 from peer.launch.resolving import known_hosts
-from peer.launch.stopping import Stop
+from peer.launch.stopping import Stop, wishes
 from peer.machine.device import describe_hardware
 from peer.results.output_folder import Owner, claim, lock, made
 from peer.sync.engine.assistant import assist as take_part
@@ -69,7 +68,7 @@ worse: for these it needs the model, and memory for it.
   --model MODEL                where the run's base model lies here, if not where the run says
   --metrics_port N             figures for Prometheus at http://127.0.0.1:N/metrics
 
-Ctrl-C or SIGTERM ends it in order. With one in the swarm the volunteers need no open port: each peer finds out whether others can dial it.
+Ctrl-C, SIGTERM or closing its terminal ends it in order. With one in the swarm the volunteers need no open port: each peer finds out whether others can dial it.
 A model's folder from the newest state, also when everybody is gone:
 
   dd-export --state FOLDER --out model
@@ -170,7 +169,7 @@ async def _until_stopped(
         asked.hear(number)
         stopped.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in wishes():
         loop.add_signal_handler(number, stop, number)
     if asked():
         return

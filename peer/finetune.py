@@ -158,7 +158,11 @@ def _die_with_launcher() -> None:
 def cli() -> int:
     argv = sys.argv[1:]
     debug = "--debug" in argv
-    rank = Rank.from_environment()
+    try:
+        rank = Rank.from_environment()
+    except UserError as error:
+        tell_error(error)
+        return error.code
     if rank.index == 0 or debug:
         return run_program(lambda: main(argv), debug=debug)
     try:  # one line of error for each host, not one for each rank

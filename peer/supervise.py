@@ -14,6 +14,7 @@ from peer.config import PeerConfig
 from peer.launch.command_line import parse
 from peer.launch.launcher import Rank
 from peer.launch.resolving import no_model
+from peer.launch.stopping import say, wishes
 from peer.volunteer.commands import own_command
 from peer.watchdog.log_file import LogFile
 from peer.watchdog.policy import End, Policy, Verdict, smaller
@@ -25,7 +26,7 @@ from swarm.errors import ExitCode, UserError, run_program
 from swarm.files import lock_folder
 from swarm.life import last_sign
 from swarm.lifeline import adopt_orphans
-from swarm.logs import line, setup_logging
+from swarm.logs import setup_logging
 
 log = logging.getLogger("peer.supervise")  # __name__ may be "__main__", whose lines nobody sees
 
@@ -71,7 +72,7 @@ class Supervisor:
         self._kill_at = math.inf
 
     def run(self) -> int:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in wishes():
             signal.signal(number, self._hear)
         while True:
             end = self._live()
@@ -139,7 +140,9 @@ class Supervisor:
                     stalled = watchdog.look(last_sign(self._folder), lambda: Vitals.of(trainer.family()), now)
                 looked = now
         if stalled:
-            log.error("the trainer stands still: %s. Where it is:\n%s", stalled, trainer.stacks())
+            log.error("the trainer stands still: %s. Where it is:", stalled)
+            for place in filter(None, trainer.stacks().splitlines()):  # a line each: the log shows a line's end within one as \n
+                log.error("%s", place)
         out_of_memory = memory.look()
         trainer.end(at_once=bool(stalled) or code is None)
         watchdog.look(last_sign(self._folder), Vitals, time.monotonic())
@@ -160,14 +163,17 @@ class Supervisor:
     def _hear(self, number: int, frame: object = None) -> None:
         """The trainer stops cleanly; on a second wish at once, and if it hangs it is killed.
 
-        It hears SIGTERM also for Ctrl-C: while it imports, for 5 to 10 s, that ends it without a traceback.
+        It hears SIGTERM also for Ctrl-C and a closed terminal: while it imports, for 5 to 10 s, that ends it without a traceback.
         """
         now = time.monotonic()
-        if self._asked is not None and now - self._asked >= _SAME_WISH_SECONDS:
+        if self._asked is None:
+            self._asked = now
+            if self._log_file:  # what the trainer says to it goes into the file
+                say("stopping; once more to stop at once.")
+        elif number == signal.SIGHUP:  # the terminal is closed after Ctrl-C: the trainer would take it for a second wish
+            return
+        elif now - self._asked >= _SAME_WISH_SECONDS:
             self._kill_at = min(self._kill_at, now + _LAST_SECONDS)
-        elif self._asked is None and self._log_file:  # what the trainer says to it goes into the file
-            os.write(2, (line("stopping; once more to stop at once.") + "\n").encode())
-        self._asked = self._asked or now
         self._tell_to_stop()
 
     def _tell_to_stop(self) -> None:

@@ -42,10 +42,11 @@ class Life:
         """This process's, which from now on also says where it is when asked. Only rank 0 shows life: the others wait for it, and it for them."""
         folder = Path(environ[FOLDER]) if environ.get(FOLDER) else None
         answer_with_stacks(environ)
-        return cls(folder if environ.get("RANK", "0") == "0" else None)
+        return cls(folder if environ.get("RANK") in (None, "", "0") else None)
 
-    def __call__(self, doing: str) -> None:
-        now = self._clock()
+    def __call__(self, doing: str = "") -> None:
+        """doing: "" for what was begun before."""
+        now, doing = self._clock(), doing or self._last.doing or "starting"
         if self._file is None or (doing == self._last.doing and now - self._last.at < _EVERY_SECONDS):
             return
         self._last = Sign(doing, now)
@@ -56,7 +57,7 @@ class Life:
         """`stopping`, as a sign of life: every loop that waits asks it again and again."""
 
         def asked() -> bool:
-            self(self._last.doing or "starting")
+            self()
             return stopping()
 
         return asked

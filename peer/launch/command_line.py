@@ -57,6 +57,11 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
         )
     own = {field.name for field in dataclasses.fields(PeerConfig)}
     peer = build(PeerConfig, {"token": environ.get("DD_TOKEN", "").strip()}, {name: said[name] for name in own & said.keys()})
+    if peer.check:  # dd-peer takes it off its command line: wherever else it stands, a peer would train
+        raise UserError(
+            "--check is a command of dd-peer's command line.",
+            fix=f"Start dd-peer --check {peer.check}; torchrun, python and a file for --config have no such command.",
+        )
     if peer.swarming and "num_train_epochs" in said:
         raise UserError(
             "A swarm does not count epochs.", fix="Give --max_train_steps (rounds) or --total_samples instead of --num_train_epochs."

@@ -35,15 +35,23 @@ class Rank:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Rank":
-        """The rank that torchrun or mpirun (Open MPI, MPICH, Intel MPI) gave this process; alone without one."""
-        for index, world, local, local_world in (
+        """The rank that torchrun or mpirun (Open MPI, MPICH, Intel MPI) gave this process; alone without one. Raises UserError for one that none gives."""
+        for names in (
             ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
             ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
             ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         ):
-            if index in environ and world in environ:
-                size = int(environ[world])
-                return cls(int(environ[index]), size, int(environ.get(local, "0")), int(environ.get(local_world, size)))
+            index, world, local, local_world = (environ.get(name, "") for name in names)
+            if not (index and world):  # an empty one is how some job scripts unset it
+                continue
+            said = index, world, local or "0", local_world or world
+            if all(map(str.isdecimal, said)) and int(index) < int(world):
+                return cls(*map(int, said))
+            given = [name for name in names if environ.get(name)]
+            raise UserError(
+                f"The environment has {', '.join(f'{name}={environ[name]!r}' for name in given)}, which is not a rank of a launch.",
+                fix=f"Unset {' and '.join(given)}, or start with torchrun or mpirun, which set them.",
+            )
         return cls()
 
     @property

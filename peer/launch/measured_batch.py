@@ -67,9 +67,12 @@ def with_largest(
     if not found:
         fix = memory_advice(useless=useless(run, peer, device))
         raise UserError("A step of 1 picture does not fit into the memory.", fix=fix, code=ExitCode.MEMORY)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, json.dumps({**known, key: found}).encode())
-    log.info("train_batch_size=%d is the largest that fits. It is remembered in %s", found, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(path, json.dumps({**known, key: found}).encode())
+        log.info("train_batch_size=%d is the largest that fits. It is remembered in %s", found, path)
+    except OSError as error:
+        log.warning("train_batch_size=%d is the largest that fits, and is measured again at each start: %s: %s", found, path, error.strerror)
     return dataclasses.replace(peer, train_batch_size=found)
 
 
@@ -89,8 +92,8 @@ def _measure(
                 continue
             try:
                 answer = told.recv()
-            except EOFError:  # it has ended, by itself or by the kernel
-                return best
+            except EOFError:  # it has ended, by itself, by the kernel, or by the Ctrl-C that we heard as well
+                return None if stopping() else best
             if isinstance(answer, dict):
                 raise UserError(**answer)
             best = max(best, answer)

@@ -1,4 +1,4 @@
-"""Stopping: the first SIGINT or SIGTERM asks for a clean end, a second one ends at once."""
+"""Stopping: the first SIGINT, SIGTERM or SIGHUP asks for a clean end, a second SIGINT or SIGTERM ends at once."""
 
 import contextlib
 import os
@@ -13,6 +13,21 @@ from swarm.logs import line
 _SAME_WISH_SECONDS = 1.0
 
 
+def wishes() -> list[signal.Signals]:
+    """The signals that ask to stop. SIGHUP, of a terminal that is closed, is none where it is ignored: under nohup."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+def say(text: str) -> None:
+    """One line on stderr, from a signal's handler: no logging there, which may be interrupted while it holds its lock.
+
+    Nothing where nobody reads it any more: a closed terminal, or the `tee` of `dd-peer ... 2>&1 | tee log`, which Ctrl-C ends as well.
+    """
+    with contextlib.suppress(OSError):
+        os.write(2, (line(text) + "\n").encode())
+
+
 class Stop:
     """Whether someone asked to stop; `Stop().listen()` takes over the signals of this process."""
 
@@ -25,7 +40,7 @@ class Stop:
         return self._asked is not None
 
     def listen(self) -> "Stop":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in wishes():
             signal.signal(number, self.hear)
         return self
 
@@ -44,10 +59,8 @@ class Stop:
         now = self._clock()
         if self._asked is None:
             self._asked = now
-            # No logging here: a handler may interrupt the logger while it holds its lock.
-            said = "stopping after this step; once more to stop at once." if self._begun else "stopped before it began."
-            os.write(2, (line(said) + "\n").encode())
+            say("stopping after this step; once more to stop at once." if self._begun else "stopped before it began.")
             if not self._begun:
                 self._end_now(ExitCode.OK)  # an exception here, at any line of asyncio's, hung or was lost in 11 of 212 tries
-        elif now - self._asked >= _SAME_WISH_SECONDS:
+        elif now - self._asked >= _SAME_WISH_SECONDS and number != signal.SIGHUP:  # who closes the terminal after Ctrl-C is in no hurry
             self._end_now(STOPPED_AT_ONCE)

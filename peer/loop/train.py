@@ -76,7 +76,7 @@ class Trainer:
     compare: Callable[[Callable[[], Tensor]], bool] | None = None
     """Asked for this rank's first micro-batch, with what computes the sum of its losses; False: to be asked again at the next step."""
     alive: Callable[[str], None] = lambda doing: None
-    """Told what is being done now, for whoever watches whether anything is."""
+    """Told what is being done now, "" for the same as before, for whoever watches whether anything is."""
     boundary: Callable[[], None] = lambda: None
     """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
     stepped: Callable[[], None] = lambda: None
@@ -208,6 +208,7 @@ class Trainer:
             if number > work.first:
                 self.boundary()
             total += self._backward(pixels, number).sum()
+            self.alive("")  # on a CPU, 32 micro-batches of 20 s take longer than --stall_seconds, 600; the first step stays the first one
         for parameter in self.params.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

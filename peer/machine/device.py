@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -72,17 +73,27 @@ class Precision:
 def choose_device(wanted: str, rank: Rank) -> torch.device:
     """The device for `--device auto|cpu|cuda|cuda:N|xla`; each local rank takes its own GPU, and one rank all XLA devices of its host.
 
-    Raises UserError when a GPU was asked for and there is none.
+    Raises UserError when a GPU was asked for that is not there, or one for several ranks.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "xla" or (wanted == "auto" and not gpus and xla_is_meant()):
         return importlib.import_module("peer.machine.xla").open_devices(rank)
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
-    if wanted != "auto" and not wanted.startswith("cuda"):
+    if not re.fullmatch(r"auto|cuda(:\d+)?", wanted):
         raise UserError(f"--device '{wanted}' is unknown.", fix="Use auto, cpu, cuda, cuda:N or xla.")
+    if not gpus:
+        raise UserError(
+            f"--device {wanted} needs a GPU, and PyTorch {torch.__version__} sees none.",
+            fix="Check nvidia-smi, CUDA_VISIBLE_DEVICES, and that this PyTorch is a build for your GPU; or use --device cpu.",
+        )
     number = wanted.partition(":")[2]
-    index = int(number) if number.isdigit() else rank.local
+    if number and rank.local_world > 1:
+        raise UserError(
+            f"--device {wanted} is one GPU, and {rank.local_world} ranks of this launch run on this host.",
+            fix="Use --device cuda: each rank takes its own GPU, of those in CUDA_VISIBLE_DEVICES.",
+        )
+    index = int(number or rank.local)
     if index >= gpus:
         raise UserError(
             f"Local rank {rank.local} asks for GPU {index}, but this machine has {gpus}.", fix="Start fewer ranks, or --device cpu."

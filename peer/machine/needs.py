@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from peer.config import PeerConfig
-from peer.contracts import LatentBatch, Model, Params, Text, parts_of
+from peer.contracts import LatentBatch, Method, Model, Params, Text, parts_of
 from peer.loop.optim import kind_of
 from peer.loop.rounding import keep_in_bf16
 from peer.machine.chains import scaled
-from peer.machine.counting import away, count_held, count_step, flow_through, ids
+from peer.machine.counting import away, bytes_of, count_held, count_step, flow_through, ids
 from peer.machine.device import precision_of
 from peer.machine.swap import spread
 from peer.machine.turns import in_turns
@@ -112,11 +112,20 @@ class Needs:
         """The model placed, and its method attached, without numbers."""
         return self._once(("model", *self._weights(peer)), lambda: self._prepare(peer))
 
-    def _prepare(self, peer: PeerConfig) -> tuple[Model, Params]:
+    def weights(self, peer: PeerConfig) -> int:
+        """Bytes of the model's parts once they are placed, before anything is trained: of every method, also one that is not counted."""
+        model, _ = self._placed(peer)
+        return sum(sum(bytes_of(part).values()) for part in model.parts.values())
+
+    def _placed(self, peer: PeerConfig) -> tuple[Model, Method]:
         model, method = copy.deepcopy(self._model), load_part("methods", self._run.method).build(self._run)
         if peer.base_precision != "auto":
             model.pack(peer.base_precision, _META)
         model.place(_META, self._dtype(peer), method.whole(model))
+        return model, method
+
+    def _prepare(self, peer: PeerConfig) -> tuple[Model, Params]:
+        model, method = self._placed(peer)
         if peer.gradient_checkpointing:
             model.enable_gradient_checkpointing()
         params = method.attach(model)

@@ -125,7 +125,7 @@ def test_dry_run_prints_both_configurations_and_starts_nothing(flags, tmp_path):
         (["--resolution", "18"], r"resolution is 18, but this model needs a multiple of 4\. Use 16\."),
         (["--sync", "parameters"], r"--sync parameters needs a swarm"),
         (["--method", "fll"], r"method is 'fll'\. Did you mean 'full'\?"),
-        (["--device", "cuda:7"], r"asks for GPU 7, but this machine has"),
+        (["--device", "cuda:7"], r"asks for GPU 7, but this machine has|--device cuda:7 needs a GPU"),
         (["--output_dir", "/proc/out"], r"/proc/out cannot be made"),
     ],
 )
@@ -215,12 +215,13 @@ def test_ctrl_c_while_a_model_is_loaded_ends_a_peer_at_once(flags, tmp_path):
     assert code == 0 and said.endswith("stopped before it began.\n"), said
 
 
-def test_sigint_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path, number):
     log = tmp_path / "log"
     process = forked(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, log=log)
     wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert_ended_cleanly(*ended(process, log), tmp_path / "out", family)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from peer.launch.command_line import parse
 from peer.volunteer.check.items import Machine
 from peer.volunteer.check.report import run
-from swarm.errors import ExitCode, UserError
+from swarm.errors import UserError, run_program
 
 FLAG = "--check"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code is that of the first thing that fails. Raises UserError for options that are wrong."""
+    """The exit code is that of the first thing that fails, 130 after Ctrl-C. Raises UserError for options that are wrong."""
     peer, given = parse(_with_place(argv))
     if not peer.swarming or peer.found:
         raise UserError(
@@ -27,11 +27,11 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger("peer").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="dd-check-") as scratch:
         machine = Machine(peer.unmeasured, given, Path(scratch))
-        code = run(machine.items(), sys.stdout)
+        code = run_program(lambda: run(machine.items(), sys.stdout))  # Ctrl-C, too, may leave a step behind
     if machine.step_left_behind:  # torch would wait for it, or crash at the interpreter's end
         sys.stdout.flush()
         os._exit(code)
-    return ExitCode(code)
+    return code
 
 
 def _with_place(argv: Sequence[str]) -> list[str]:

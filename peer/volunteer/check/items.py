@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from peer.launch.resolving import known_hosts, token_for
 from peer.rooms import load_part
 from peer.volunteer.check.report import FAIL, NOTE, Answer, Item, NotAsked
 from swarm import advice
+from swarm.base_model import could_be_on_hub, not_found
 from swarm.clock import REFUSED_SECONDS, words
 from swarm.end import End
 from swarm.errors import ExitCode, UserError
@@ -157,7 +159,7 @@ class Machine:
 
         method_named(run.method).check_files(with_own_places(run, self.given))
         name = self.given.get("model") or run.model
-        if not Path(name).exists() and name.count("/") == 1 and not _in_hub_cache(name):
+        if could_be_on_hub(name) and not Path(name).exists() and not _in_hub_cache(name):
             return Answer(
                 f"{name} is not on this machine yet", "It is fetched from the Hub at the first start: some GB; then check again.", NOTE
             )
@@ -187,7 +189,12 @@ class Machine:
         options = {"checkpoints": checkpoints, "there": there, "average": peer.use_ema, "optimizer": optimizer}
         needed = needed_bytes(trained, swarming=True, on_disk=peer.state_on == "disk", **options)
         kinds = 1 if peer.own_data else 1 + peer.cache_latents + peer.cache_text
-        fits, told = check_space(folder, needed | {"caches": kinds * peer.cache_gib * 2**30})
+        caches, apart = kinds * peer.cache_gib * 2**30, _existing(peer.cache_folder)
+        if apart.stat().st_dev == folder.stat().st_dev:
+            needed, apart = needed | {"caches": caches}, None
+        fits, told = check_space(folder, needed)
+        if apart and (free := shutil.disk_usage(apart).free) < caches:
+            fits, told = False, f"{told}; {apart} has {advice.size(free)} free, and the caches take up to {advice.size(caches)}"
         if not fits:
             return Answer(told, "Free some space, lower --cache_gib or --checkpoints_total_limit, or choose another --output_dir.", NOTE)
         return told if self.model else Answer(told, "Not counted: what depends on the model.", NOTE)
@@ -201,14 +208,11 @@ class Machine:
         from peer.sync.engine.memory import SIDECAR_BYTES, available_bytes, check_memory, host_bytes
         from peer.sync.engine.vectors import Schema
 
-        weights, free = _fp32_bytes(self.model), available_bytes()
-        if weights > free:
-            raise UserError(
-                f"The model alone takes {advice.size(weights)} of memory, and {advice.size(free)} are free.",
-                fix="End other programs here, or use a machine with more memory.",
-                code=ExitCode.MEMORY,
-            )
+        if self.model.is_file():  # all of it passes through the memory in float32, also to be counted
+            _check_alone(_fp32_bytes(self.model), available_bytes())
         fitting = self._fit()
+        if self.model.is_dir():
+            _check_alone(self._held_bytes(), available_bytes())
         self.say("loading the model ...")
         learner = _learner(self)
         if not swarms(run.sync):
@@ -237,6 +241,19 @@ class Machine:
             self.say("counting what the run needs of the memory ...")
         self.peer, told = checked(self.peer, self.joined, {**self.given, "model": str(self.model)}, device)
         return f"; on the GPU {told}" if told else ""
+
+    def _held_bytes(self) -> int:
+        """What a folder's weights take of the host's memory once they are placed; 0 on a GPU, which takes them one by one: `_fit` counts these."""
+        from peer.launch.launcher import Rank
+        from peer.launch.starting_model import load_unchecked
+        from peer.machine.device import choose_device
+        from peer.machine.needs import Needs
+
+        device = choose_device(self.peer.device, Rank())
+        if device.type == "cuda":
+            return 0
+        run = with_own_places(self.run(), self.given)
+        return Needs(run, lambda: load_unchecked(run, {**self.given, "model": str(self.model)}), device).weights(self.peer)
 
     def _speed(self) -> Answer | str:
         if self.learner is None:
@@ -362,8 +379,18 @@ def _learner(machine: Machine) -> Any:
     return learner
 
 
+def _check_alone(weights: int, free: float) -> None:
+    """Raises UserError when the model's weights do not fit into the memory."""
+    if weights > free:
+        raise UserError(
+            f"The model alone takes {advice.size(weights)} of memory, and {advice.size(free)} are free.",
+            fix="End other programs here, or use a machine with more memory.",
+            code=ExitCode.MEMORY,
+        )
+
+
 def _fp32_bytes(model: Path) -> int:
-    """Of the weights once they are loaded."""
+    """Of the weights in float32."""
     from swarm.digest import read_header, weight_files
 
     headers = [read_header(path) for path in weight_files(model)]
@@ -371,9 +398,14 @@ def _fp32_bytes(model: Path) -> int:
 
 
 def _in_hub_cache(name: str) -> bool:
+    """Raises UserError for a name that no model of the Hub can have."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
 
-    return isinstance(try_to_load_from_cache(name, "model_index.json"), str)
+    try:
+        return isinstance(try_to_load_from_cache(name, "model_index.json"), str)
+    except HFValidationError:
+        raise not_found(name) from None
 
 
 def _existing(folder: Path) -> Path:

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from peer.finetune import cli
 from peer.launch import launcher
 from peer.launch.launcher import Daemon, Rank, interface_between, rendezvous, said_threads, share_of_cores
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 
 MPICH = {"MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "127.0.0.3", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "PMI_FD": "5", "PMI_RANK": "2", "PMI_SIZE": "3"}  # fmt: skip
 INTEL_MPI = {
@@ -46,10 +47,23 @@ CORES = frozenset(os.sched_getaffinity(0))
         (MPICH | ACCELERATE, Rank(2, 3, 0, 1)),
         (INTEL_MPI, Rank(1, 2, 1, 2)),
         (OPEN_MPI | ACCELERATE, Rank(1, 2, 0, 1)),
+        ({"RANK": "", "WORLD_SIZE": ""}, Rank(0, 1, 0, 1)),
+        (OPEN_MPI | {"RANK": "", "WORLD_SIZE": "2"}, Rank(1, 2, 0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, Rank(1, 2, 0, 2)),
     ],
 )
 def test_every_launcher_says_the_rank_in_its_own_way(environ, rank):
     assert Rank.from_environment(environ) == rank
+
+
+@pytest.mark.parametrize("environ", [{"RANK": "first", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}])
+def test_a_rank_that_no_launcher_gives_is_an_error_that_says_what_to_unset(environ, monkeypatch, capsys):
+    with pytest.raises(UserError, match=f"RANK='{environ['RANK']}', WORLD_SIZE=.* is not a rank of a launch"):
+        Rank.from_environment(environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", ["finetune.py", "--model", "m"])
+    assert cli() == ExitCode.CONFIG and "Unset RANK and WORLD_SIZE" in capsys.readouterr().err
 
 
 def test_what_was_exported_is_where_the_ranks_meet():

@@ -56,6 +56,18 @@ def test_what_it_answers_by_is_this_peers_answer_and_a_stop_ends_it(ask, tmp_pat
     assert ask(waits, stopping=lambda: True) == 1 and not (tmp_path / "cache").exists()
 
 
+def test_what_was_told_before_ctrl_c_ended_it_is_no_measurement(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(measured_batch, "_LOOK_SECONDS", 60.0)
+    heard = iter([False])
+    assert ask(nothing_fits, stopping=lambda: next(heard, True)) == 1 and not (tmp_path / "cache").exists()
+
+
+def test_what_cannot_be_remembered_is_used_with_a_warning(ask, tmp_path, caplog):
+    (tmp_path / "cache").touch()
+    assert ask(killed_at_four) == 2
+    assert "train_batch_size=2 is the largest that fits, and is measured again at each start" in caplog.text and "File exists" in caplog.text
+
+
 def test_several_ranks_and_xla_want_a_number(ask):
     for where in ({"rank": Rank(0, 2)}, {"device": torch.device("xla")}):
         with pytest.raises(UserError, match=r"--train_batch_size auto measures one GPU or CPU.*Give a number"):

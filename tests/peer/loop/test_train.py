@@ -117,3 +117,11 @@ def test_the_average_follows_a_round_that_is_committed_while_the_peer_leaves():
     average = MagicMock()
     trainer(Committing(SyncReport(done=True)), iter([None]), average=average).run()
     average.follow.assert_called_once_with(2)
+
+
+def test_each_micro_batch_is_a_sign_of_life_and_the_first_step_is_still_the_first():
+    signs = []
+    loop = trainer(Swarm(SyncReport(done=True)), iter([SimpleNamespace(batches=(None,) * 3, first=0, keys=("a", "b", "c"), bad=())]), averages=True, alive=signs.append)
+    loop._backward, loop._use_gradients = lambda *_: torch.zeros(1), lambda *_: True
+    loop.run()
+    assert signs[signs.index("making the first step") :][1:5] == ["", "", "", "saving and drawing"]

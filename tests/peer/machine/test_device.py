@@ -32,10 +32,26 @@ def test_a_rank_alone_starts_no_process_group():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_a_gpu_that_is_not_there_is_a_one_line_error():
     assert choose_device("auto", Rank()) == CPU
-    with pytest.raises(UserError, match=r"asks for GPU 0, but this machine has 0"):
-        choose_device("cuda", Rank())
-    with pytest.raises(UserError, match=r"'gpu' is unknown"):
-        choose_device("gpu", Rank())
+    for wanted in ("cuda", "cuda:0"):
+        with pytest.raises(UserError, match=rf"--device {wanted} needs a GPU, and PyTorch \S+ sees none\. .*--device cpu"):
+            choose_device(wanted, Rank())
+
+
+@pytest.mark.parametrize("wanted", ["gpu", "cuda1", "cuda:", "cudaX:y", "cuda:-1"])
+def test_a_device_that_is_none_is_refused_and_not_taken_for_the_first_gpu(wanted):
+    with pytest.raises(UserError, match=f"'{wanted}' is unknown"):
+        choose_device(wanted, Rank())
+
+
+def test_each_local_rank_takes_its_own_gpu_and_several_cannot_share_one(monkeypatch):
+    for name, value in (("is_available", True), ("device_count", 2), ("set_device", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert [choose_device(wanted, Rank()).index for wanted in ("auto", "cuda", "cuda:1")] == [0, 0, 1]
+    assert choose_device("cuda", Rank(1, 2, 1, 2)).index == 1
+    with pytest.raises(UserError, match=r"--device cuda:1 is one GPU, and 2 ranks"):
+        choose_device("cuda:1", Rank(1, 2, 1, 2))
+    with pytest.raises(UserError, match=r"asks for GPU 2, but this machine has 2"):
+        choose_device("cuda:2", Rank())
 
 
 @pytest.mark.parametrize(

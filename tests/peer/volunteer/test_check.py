@@ -22,15 +22,18 @@ from datasetserver import tokens
 from peer.config import PeerConfig
 from peer.data.client.probing import Distance
 from peer.data.client.transport import Refusal
+from peer.finetune import main as trainer
 from peer.launch.joining import Joined
 from peer.machine.device import Precision
 from peer.machine.disk_space import check_space, needed_bytes
 from peer.machine.fitting import Fit
 from peer.supervise import cli as main
+from peer.supervise import main as supervisor
+from peer.volunteer.check import command
 from peer.volunteer.check.items import Machine, _fp32_bytes
 from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotAsked, ask, lines, run
 from peer.volunteer.check.speed import _readable, measure_step
-from swarm.errors import ExitCode, UserError
+from swarm.errors import STOPPED_AT_ONCE, ExitCode, UserError, run_program
 from swarm.protocol import ErrorBody
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
@@ -127,6 +130,14 @@ def test_a_model_with_other_weights_or_none(machine, tiny_family, tmp_path):
     )
 
 
+def test_a_models_path_may_begin_with_a_tilde_and_a_name_that_the_hub_refuses_is_nobodys(machine, monkeypatch, tiny_model):
+    monkeypatch.setenv("HOME", str(tiny_model.parent))
+    assert asked(machine({"model": f"~/{tiny_model.name}"}), "server", "run", "model").mark == OK
+    for missing in ("~/no-such-model", "my--models/one"):
+        told = asked(machine({"model": missing}), "server", "run", "model")
+        assert told.mark == FAIL and told.found.startswith("There is no model"), told
+
+
 def test_a_lora_that_the_run_begins_with_and_that_is_not_here(machine):
     machine = machine()
     machine.joined = Joined(RunConfig(method="lora", lora_weights="/host/style.safetensors", lora_weights_digest="0" * 64), "", ())
@@ -146,6 +157,17 @@ def test_a_disk_that_is_too_small_or_read_only(machine, monkeypatch, tmp_path):
     assert answer(50_000_000_000).mark == OK
 
 
+def test_caches_on_another_disk_need_no_room_on_that_of_the_result(machine, monkeypatch):
+    def answer(there):
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=there if folder == Path("/proc") else 5_000_000_000))
+        return asked(machine(cache_dir="/proc"), "server", "run", "model", "disk")
+
+    roomy = answer(50_000_000_000)
+    assert roomy.mark == OK and ", caches" not in roomy.found
+    full = answer(1_000_000)
+    assert full.mark == NOTE and full.found.endswith("/proc has 1 MB free, and the caches take up to 21.5 GB") and "--cache_gib" in full.fix
+
+
 def test_what_the_preflight_says_of_the_disk_is_what_the_trainer_will_say(machine, monkeypatch, tiny_model, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5_000_000))
     (tmp_path / "checkpoint-000001").mkdir()
@@ -162,6 +184,20 @@ def test_a_memory_that_is_too_small_for_the_model_or_for_averaging(machine, monk
     fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "The model alone")
     monkeypatch.setattr("peer.sync.engine.memory.available_bytes", lambda: 10e6)
     fails("memory", asked(machine(), "server", "run", "model", "memory"), ExitCode.MEMORY, "Averaging needs")
+
+
+def test_a_model_takes_what_is_held_of_it_and_none_of_the_hosts_memory_on_a_gpu(machine, monkeypatch, tiny_model):
+    def held(method, **options):
+        here = machine(**options)
+        asked(here, "server", "run", "model")
+        here.joined = dataclasses.replace(here.joined, run=dataclasses.replace(here.run(), method=method))
+        return here._held_bytes() / _fp32_bytes(tiny_model)
+
+    assert held("full", mixed_precision="no") == pytest.approx(1, abs=0.01)
+    assert 0.5 < held("lora", mixed_precision="bf16") < 0.7 < held("full", mixed_precision="bf16") <= 1
+    assert held("lora", mixed_precision="bf16", base_precision="int8") < held("lora", mixed_precision="bf16")
+    monkeypatch.setattr("peer.machine.device.choose_device", lambda *_: torch.device("cuda"))
+    assert held("lora") == 0
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
@@ -234,6 +270,19 @@ def test_what_is_advised_where_a_step_does_not_fit_is_what_is_left_to_do(options
     places = [fix.index(words[name]) for name in advised.split()]
     assert places == sorted(places) and fix.count("--") == len(places)
     assert advised or fix == "End other programs that use this memory, or use a device with more of it."
+
+
+def test_ctrl_c_while_a_step_is_measured_leaves_it_behind(monkeypatch, capsys, tmp_path):
+    class Measuring(Machine):
+        def items(self):
+            self.step_left_behind = True
+            raise KeyboardInterrupt
+
+    ended = []
+    monkeypatch.setattr(command, "Machine", Measuring)
+    monkeypatch.setattr(command.os, "_exit", ended.append)
+    main([f"--check={NOBODY}", "--output_dir", str(tmp_path)])
+    assert ended == [STOPPED_AT_ONCE] and capsys.readouterr().err == "stopped.\n"
 
 
 def test_a_step_for_which_the_disk_is_too_full_says_so():
@@ -352,6 +401,15 @@ def test_a_server_that_has_not_the_shard_that_it_names_is_said_in_the_link(machi
 def test_a_check_of_nothing_is_a_mistake(capsys):
     assert main(["--check"]) == ExitCode.CONFIG and "--check URL" in capsys.readouterr().err
     assert main(["--check=http://127.0.0.1:9", "--resoluton", "3"]) == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize(("program", "flags"), [(supervisor, ["--config", "run.toml"]), (trainer, ["--config", "run.toml"]), (trainer, ["--check", NOBODY])])
+def test_a_check_that_would_be_ignored_is_refused_and_nothing_is_trained(program, flags, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(f'check = "{NOBODY}"\nmodel = "m"\n')
+    assert run_program(lambda: program([*flags, "--output_dir", "out"])) == ExitCode.CONFIG
+    assert f"is a command of dd-peer's command line. Start dd-peer --check {NOBODY}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_a_server_is_asked_of_its_peers(tmp_path):
