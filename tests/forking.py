@@ -328,6 +328,7 @@ def _live(question: dict[str, Any], files: list[int]) -> int | None:
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored in a suite that runs under nohup
     faulthandler.register(signal.SIGUSR2, file=2)  # asked by who has waited in vain
     for number, file in enumerate(files):
         os.dup2(file, number)

@@ -113,6 +113,6 @@ def read_otherwise(data: bytes) -> list[int]:
 
 def start_worker() -> None:
     """Prepare a decoding process: the trainer alone decides when it ends, and it does not outlive the trainer, however that dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C and a closed terminal reach the whole process group
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent()

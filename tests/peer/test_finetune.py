@@ -178,7 +178,7 @@ def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, mixed_pictures,
     assert "".join(said).count("finished samples=40") == 1 and "ranks=2" in said[0]
     assert not list((cwds[1] / "dogs").glob("*"))
     drawn = cwds[0] / "dogs"
-    assert sorted(path.name for path in drawn.iterdir()) == [f"class-{number:05}.png" for number in range(5)]
+    assert sorted(path.name for path in drawn.iterdir()) == [*(f"class-{number:05}.png" for number in range(5)), "class.json"]
     log, alone = tmp_path / "log", ["--class_data_dir", drawn, "--output_dir", tmp_path / "one", "--gradient_accumulation_steps", 2]
     code, said = ended(forked(*flags, *common, *alone, log=log), log)
     assert code == 0, said
