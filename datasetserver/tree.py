@@ -15,6 +15,8 @@ from swarm.digest import ELDER_CHARACTERS
 ContributionId = tuple[str, int]
 """A peer and the number of its contribution."""
 _FEWEST_COUNTED = 64
+_MOST_LATE = 1024
+"""Rounds after which a report is late for sure: a header names 512. Else one report of round 1 would walk through all of a run's."""
 
 
 @dataclass
@@ -135,6 +137,8 @@ class StateTree:
         """Whether `reporter`, which tells us of `state` now, stands there. Of what came before the state where it stands it tells late, as of a round that
         was lost; whether that came before is in doubt while a parent is unknown."""
         stands = self._states.get(self._stands.get(reporter, ""))
+        if stands is not None and stands.round - state.round > _MOST_LATE:
+            return False
         while stands is not None and stands.round > state.round:
             if (stands := self._parent(stands)) is None:
                 return False
@@ -304,7 +308,7 @@ class StateTree:
     def _best(self) -> State | None:
         """Of the states that somebody stands on, and those before them, the first by rank; of all where nobody stands anywhere."""
         live: dict[str, State] = {}
-        for state in [state for state in self._states.values() if state.standing]:
+        for state in (one for one in self._states.values() if one.standing):
             for ancestor in self.back(state):
                 if ancestor.digest in live:
                     break
