@@ -8,9 +8,8 @@ import contextlib
 
 from peer.sync.engine.round.checks import INPUTS
 from scripts.attacks.band import Band
-from scripts.attacks.rounds import Guest
 from scripts.attacks.two_faced import Signing
-from scripts.attacks.wire import Frames, Gone
+from scripts.attacks.wire import Frames, Gone, Stranger
 
 _PRY_SECONDS = 5.0
 
@@ -23,9 +22,10 @@ class WrongMean(Signing):
         finally:
             prying.cancel()
 
-    async def _take_part(self, guest: Guest) -> None:
-        await guest.stranger.serve(INPUTS, self._show)
-        await super()._take_part(guest)
+    async def _well_placed(self) -> Stranger:
+        stranger = await super()._well_placed()
+        await stranger.serve(INPUTS, self._show)  # once: p2pd refuses a name that is served already
+        return stranger
 
     @property
     def _to_all_by(self) -> str:
