@@ -76,7 +76,7 @@ class Trainer:
     compare: Callable[[Callable[[], Tensor]], bool] | None = None
     """Asked for this rank's first micro-batch, with what computes the sum of its losses; False: to be asked again at the next step."""
     alive: Callable[[str], None] = lambda doing: None
-    """Told what is being done now, "" for the same as before, for whoever watches whether anything is."""
+    """Called as a sign of life, with what is being done now; "": the same as before."""
     boundary: Callable[[], None] = lambda: None
     """Where a device that only notes down what it is asked for (XLA) is to compute it: once per program."""
     stepped: Callable[[], None] = lambda: None

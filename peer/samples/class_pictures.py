@@ -32,7 +32,7 @@ _DRAWN = "class.json"
 
 @dataclass(frozen=True)
 class Drawing:
-    """What class pictures are drawn of, by the model of which digest, and how large; in `class.json` beside those that were drawn."""
+    """How class pictures are drawn: the prompt, the model's digest, the side in pixels. Kept in `class.json` beside them."""
 
     prompt: str
     model: str

@@ -73,7 +73,7 @@ def decode(data: bytes, frame: Frame, mask: bytes = b"") -> Framed:
     scale = max(side / length for side, length in zip(target, size, strict=True))
     if scale != 1:
         size = tuple(max(side, round(length * scale)) for side, length in zip(target, size, strict=True))
-        # A 20x1000 picture covers 2048x2048 as one of 210 million pixels, of which 4 million are kept.
+        # To cover 2048x2048, a 20x1000 picture would get 210 million pixels. The crop keeps 4 million.
         if size[0] * size[1] > MAX_PIXELS:
             raise BadSample("{}x{} is too narrow for {}x{}: resized it would have {}x{} pixels".format(*original, *target, *size))
         layers = [layer.resize(size, Image.Resampling[frame.interpolation.upper()]) for layer in layers]

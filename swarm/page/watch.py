@@ -50,7 +50,7 @@ class Watch:
         self._news, self._someone, self._closed = asyncio.Event(), asyncio.Event(), False
 
     def has_room(self, who: str) -> bool:
-        """Whether `who` may watch, once more. While all places are taken, whoever has most of them, and more than `who` then, loses the oldest."""
+        """Whether `who` gets one more place. If all are taken, whoever has most of them loses the oldest, unless `who` would then have as many."""
         if len(self._watching) < MOST_WATCHERS:
             return True
         have = Counter(self._watching.values())

@@ -69,7 +69,7 @@ class Ballot:
             return False
         if self.from_base or self.lineage.descends(head, self.ours):
             return self._is_a_right_descendant(head)
-        return (self.may_descend(head) and self._is_a_right_descendant(head)) or self._is_on_a_right_branch(head)
+        return (self._may_be_ahead(head) and self._is_a_right_descendant(head)) or self._is_on_a_right_branch(head)
 
     def _is_on_a_right_branch(self, head: Head) -> bool:
         if self.met and not self._anybody_votes:
@@ -84,11 +84,12 @@ class Ballot:
         return theirs > us or (theirs == us and better(head, self.ours))
 
     def may_descend(self, head: Head) -> bool:
-        """Whether a stranger's state comes after ours, or nobody knows better: a record names no more than its last ancestors.
+        """Whether it is known to come after ours, or may be so far ahead that its record does not show it."""
+        return self.lineage.descends(head, self.ours) or self._may_be_ahead(head)
 
-        A stranger that lies could name ours as well, so this gives it nothing.
-        """
-        return self.lineage.descends(head, self.ours) or (not self.met and better(head, self.ours) and not self.lineage.meets(head))
+    def _may_be_ahead(self, head: Head) -> bool:
+        """Whether nobody knows where a stranger's line met ours: a record names eight ancestors. A liar could name ours, so this gives it nothing."""
+        return not self.met and better(head, self.ours) and not self.lineage.meets(head)
 
     @property
     def _anybody_votes(self) -> bool:

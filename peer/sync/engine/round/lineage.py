@@ -16,7 +16,7 @@ class Lineage:
         self._learned: dict[str, tuple[str, ...]] = {}
         """State -> the ancestors that were last learned of it: most records say what we have read a moment ago."""
         self._traced: dict[str, str] = {}
-        """State of which we have read the header -> the beginning of the digest of its last ancestor that was an ancestor of ours as well, or is ours."""
+        """Of each state whose header we have read: where its line was ours last, as the beginning of that ancestor's digest."""
         self._age: dict[str, int] = {}
         """Of our state and its ancestors, by the beginnings of their digests: how many rounds ago."""
 
