@@ -269,7 +269,8 @@ class Machine:
         run, key = self.world.run, self.world.server.dataset.key
         own = sign_membership(key, run, self.peer, self.wall) if run.members_of else None
         words = () if self.world.server.away else self.world.server.bans.words
-        return Members(run, Bans(run, key.public, words), own, self.wall)
+        bans = Bans(run, key.public, words, clock=self.world.loop.time, rng=self.world.dice(f"{self.short} hands on"))
+        return Members(run, bans, own, self.wall)
 
     def met(self) -> list[str]:
         """The peers that it has averaged with, by its disk."""

@@ -159,7 +159,7 @@ class Server:
         self._world, self._rng, self.run, self.dataset = world, random.Random(world.rng.getrandbits(64)), run, dataset
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         periods = dict.fromkeys(("lease_seconds", "grace_seconds", "copy_seconds"), lease_seconds)
-        self.bans = Bans(run, dataset.key.public)
+        self.bans = Bans(run, dataset.key.public, clock=world.loop.time, rng=self._rng)
         self.orders, self.config = _Orders(self.bans), ServerConfig(dataset="shards", **periods)
         self.slow_seconds = self.lost = 0.0
         self.end = End(run, dataset.key.public)

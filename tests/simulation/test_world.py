@@ -5,8 +5,11 @@ import io
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +18,7 @@ import pytest
 from simulation.__main__ import main
 from simulation.server import _route
 from simulation.world import Scenario, World
+from swarm.budget import Budget
 from tests import warm
 
 pytestmark = pytest.mark.slow
@@ -100,6 +104,33 @@ def test_a_seed_plays_the_same_to_the_byte_in_two_processes(elsewhere):
     assert one["trace"] == two["trace"] and one["rounds"] == two["rounds"] > 5
     first, second = (line.rsplit("trace ", 1)[1] for line in here.out.splitlines()[:-1])
     assert first != second == one["trace"][:16]
+
+
+def test_no_part_of_a_world_has_dice_or_a_clock_that_its_seed_did_not_give_it(monkeypatch):
+    """Two that assist for members drew with dice of their own whom to tell what the host had said: seed 64000597 gave one of two traces."""
+    unseeded, real = [], []
+    of_budgets = Budget.__init__
+
+    class Dice(random.Random):
+        def __init__(self, *seed):
+            if not seed:
+                unseeded.append("".join(traceback.format_stack(limit=4)))
+            super().__init__(*seed)
+
+    def with_a_clock(self, per_second, at_once, clock=time.monotonic):
+        if clock is time.monotonic:
+            real.append("".join(traceback.format_stack(limit=4)))
+        of_budgets(self, per_second, at_once, clock)
+
+    monkeypatch.setattr(random, "Random", Dice)
+    monkeypatch.setattr(Budget, "__init__", with_a_clock)
+    world = World(
+        Scenario(7, 3, assistants=2, members=True, trusted=2, hours=0.02, rounds=3, strangers=("record-flood", "drip-donor"), liars=1, two_faced=True, wrong_mean=True)
+    )
+    outcome = world.play()
+    assert not outcome.breach and outcome.rounds >= 3
+    assert not unseeded, unseeded[0]
+    assert not real, real[0]
 
 
 def test_a_seed_adds_up_its_norms_alike_on_every_processor():
