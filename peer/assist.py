@@ -15,15 +15,16 @@ import torch
 from peer.audit.auditor import Auditor
 from peer.config import PeerConfig
 from peer.contracts import CommittedRound
-from peer.data.dataset_server import report_round
+from peer.data.dataset_server import fetch_run, report_round
 from peer.drawing.artist import Artist
 from peer.figures.audience import show
 from peer.launch.joining import Joined, from_before
 from peer.launch.membership import kept
-from peer.launch.resolving import known_hosts
+from peer.launch.resolving import known_hosts, token_for
 from peer.launch.stopping import Stop, wishes
 from peer.machine.device import describe_hardware
 from peer.results.output_folder import Owner, claim, lock, made
+from peer.sync.engine.assistant import Known
 from peer.sync.engine.assistant import assist as take_part
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.state import Head
@@ -203,7 +204,7 @@ async def _assist(
 ) -> None:
     reports = Reports(joined, PeerKey.read(peer.identity_file), peer.token if joined.server_url == peer.datasetserver else "")
     beside = [asyncio.create_task(reports.deliver_forever()), asyncio.create_task(Artist(peer, given, joined, node.peer_id).draw_forever())]
-    last, end = joined.last_known or {}, End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
+    end = End(joined.run, joined.host_key, joined.extension, folder / EXTENSION_FILE)
     seen: collections.deque[dict[str, Any]] = collections.deque([{"phase": ASSIST, "note": "waiting for the first peer that trains"}], maxlen=1)
     try:
         auditor = Auditor(peer, given, joined) if peer.audit else None
@@ -223,8 +224,8 @@ async def _assist(
             server_url=joined.server_url,
             name=peer.peer_name,
             hardware=describe_hardware(torch.device("cpu")),
-            last_known=Head(last["digest"], last["samples"]) if last else None,
-            last_holders=tuple(last.get("peers", ())),
+            known=_known(joined),
+            ask=partial(_ask, peer, joined) if joined.server_url else None,
             end=end,
             members=members,
             upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
@@ -235,6 +236,24 @@ async def _assist(
     finally:
         await end_tasks(*beside)
         await node.close()
+
+
+def _known(joined: Joined) -> Known | None:
+    last = joined.last_known
+    return Known(Head(last["digest"], last["samples"]), last.get("peers", ()), joined.extension) if last else None
+
+
+async def _ask(peer: PeerConfig, joined: Joined) -> Known | None:
+    """What the dataset server knows of the run now; None when it does not answer."""
+    url = joined.server_url
+    ask = partial(fetch_run, url, _ANSWER_SECONDS, run_id=joined.run.run_id, token=token_for(url, peer), known_hosts=known_hosts(peer))
+    try:
+        answer = await asyncio.get_running_loop().run_in_executor(None, ask)
+    except UserError as error:
+        log.info("not known whether the run is over: %s", error)
+        return None
+    head = answer.head if answer else None
+    return head and Known(Head(head.digest, head.samples), head.reporters, answer.extension and answer.extension.model_dump())
 
 
 async def _node(peer: PeerConfig, joined: Joined, known: bool) -> SwarmNode:

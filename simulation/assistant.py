@@ -10,7 +10,7 @@ from peer.contracts import CommittedRound
 from peer.data.client.outbox import ROUNDS
 from peer.data.client.runs import round_body
 from peer.data.client.transport import Refusal, Transport
-from peer.sync.engine.assistant import assist
+from peer.sync.engine.assistant import Known, assist
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.state import Head
 from simulation.machine import Machine, Process
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 _STATES_KEPT = 4
-_AGAIN_SECONDS = 5.0
+_AGAIN_SECONDS, _ASKS_SECONDS = 5.0, 0.1
 _LAST_REPORTS_SECONDS = 5.0
 """As in peer/assist.py."""
 
@@ -44,7 +44,7 @@ class Assistant(Machine):
         if self.alive:
             return
         self.boots += 1
-        self.over, self.known = False, self.world.last_known()
+        self.over, self.known, self.booted = False, self.world.last_known(), self.world.loop.time()
         self.sidecar = process = Process(self, "assistant")
         process.context.run(self.world.loop.call_soon, lambda: process.spawn(self._assist(process)))
 
@@ -62,11 +62,10 @@ class Assistant(Machine):
         try:
             await asyncio.sleep(world.rng.uniform(1.0, 3.0))  # to load its modules
             node = await self._join(process)
-            reporting, last = process.spawn(self._report(rng)), self.known or {}
+            reporting = process.spawn(self._report(rng))
             await assist(
                 run=world.run, node=node, folder=self.disk.root(), stop=asyncio.Event(), final=self._hear, states_limit=_STATES_KEPT,
-                wall=self.wall, rng=rng, last_known=Head(last["digest"], last["samples"]) if last else None,
-                last_holders=tuple(last.get("peers", ())), end=self.end(), members=self.members(),
+                wall=self.wall, rng=rng, known=self._known(), ask=self._ask, end=self.end(), members=self.members(),
             )  # fmt: skip
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(_LAST_REPORTS_SECONDS, self._final.join())
@@ -78,9 +77,23 @@ class Assistant(Machine):
         except (UserError, PeerLost) as error:
             world.note(f"{self.short} assistant: ended: {error}")
             self.kill()
-            world.later(_AGAIN_SECONDS, self.boot)
+            if "is over" in str(error):  # its owner does not start it again
+                self.over = True
+                world.verdict.ends_without(self)
+            else:
+                world.later(_AGAIN_SECONDS, self.boot)
         except Exception as error:
             world.checks.breach(f"an assistant ended with {error!r}", self, error)
+
+    def _known(self) -> Known | None:
+        """What the server told it at its start, or tells it now."""
+        last = self.known
+        return Known(Head(last["digest"], last["samples"]), last["peers"], self.world.server.end.extension) if last else None
+
+    async def _ask(self) -> Known | None:
+        await asyncio.sleep(_ASKS_SECONDS)
+        self.known = self.world.last_known() if self.world.network.reaches_server(self.peer) else None
+        return self._known()
 
     def _hear(self, final_rounds: Sequence[CommittedRound]) -> None:
         for committed_round in final_rounds:

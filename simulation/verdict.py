@@ -24,6 +24,7 @@ class Verdict:
         self._world = world
         self.apart = 0
         self._ended_apart: set[str] = set()
+        self._ended_without: set[str] = set()
         self._ended: dict[str, float] = {}
         """Of each peer that ended by itself: until when it waited for those behind."""
 
@@ -71,6 +72,14 @@ class Verdict:
         if checks.stands(machine) not in lineage and self._apart_by_rule(machine, lineage):
             self._ended_apart.add(machine.peer)
 
+    def ends_without(self, machine: "Machine") -> None:
+        """It assists, and ends since the run is over and nobody who is left has the last state: without faults nobody does."""
+        world, checks = self._world, self._world.checks
+        self._ended_without.add(machine.peer)
+        there = [other for other in world.machines if other.alive and world.loop.time() - other.booted > _HEARD_SECONDS]
+        if world.calm and (givers := [other.short for other in there if checks.stands(other) == world.tip()]):
+            checks.breach(f"it ended without the run's last state, which {', '.join(givers)} could give it", machine)
+
     async def all_end(self) -> None:
         """The same where a run ends: all end by themselves, on its last state or on one from before its end was put off, but for those
         that stay apart. Who comes later is told so."""
@@ -87,7 +96,7 @@ class Verdict:
             ended = commit is not None and commit.samples >= world.run.total_samples
             if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
                 self.apart += 1
-            elif (not ended and not self._came_too_late(machine)) or (ended and commit.digest not in lineage):
+            elif (not ended and not self._came_too_late(machine) and machine.peer not in self._ended_without) or (ended and commit.digest not in lineage):
                 checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
         if self.apart:
             return checks.ledger.whole(world.server.book)

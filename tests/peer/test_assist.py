@@ -18,6 +18,8 @@ from peer.contracts import CommittedRound, Member
 from peer.data.dataset_server import fetch_run
 from peer.finetune import main
 from peer.launch.joining import Joined
+from peer.sync.engine.assistant import Known
+from peer.sync.engine.state import Head
 from swarm.errors import ExitCode, UserError
 from swarm.ports import free_port
 from swarm.run_config import RunConfig
@@ -134,6 +136,10 @@ def test_final_rounds_reach_a_server_that_was_away(tmp_path, monkeypatch):
         asyncio.run(scenario())
         head = fetch_run(host.url, 20).head
         assert (head.digest, head.round, head.samples, head.reporters) == ("1" * 64, 1, 8, [id_of("helper")])
+        peer, joined = dataclasses.replace(config(tmp_path), peers=(), datasetserver=host.url), Joined(run, host.url)
+        assert asyncio.run(assist._ask(peer, joined)) == Known(Head("1" * 64, 8), [id_of("helper")])
+        host.stop()
+        assert asyncio.run(assist._ask(peer, joined)) is None
     finally:
         host.stop()
 

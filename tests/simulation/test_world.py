@@ -205,6 +205,23 @@ def test_a_last_round_that_failed_at_all_but_one_is_made_again():
     assert assert_holds(simulate(*world, "--sync", "parameters", "--wire", "fp32", "--strikes", strikes, "--no_shrink"))["failpoints"] == {"mean_complete": 2}
 
 
+def test_a_helper_follows_the_one_that_alone_brought_samples_to_a_round_that_failed_here():
+    # Seed 68000142 of a campaign, made smaller: three had each other, stayed behind, and the one that trained ended the run without them.
+    options = ("--peers", "1", "--assistants", "3", "--seed", "68000142", "--hours", "0.0242", "--sync", "gradients", "--wire", "int4")
+    strikes = "slow@3.255/1(what=machine,seconds=60);reset@27.033/0(seconds=60)"
+    played = simulate(*options, "--lease_seconds", "8", "--total_samples", "32", "--strikes", strikes, "--no_shrink", "--trace")
+    assert_holds(played)
+    assert "assistant: ended" not in played.out
+
+
+def test_helpers_whom_a_cut_left_behind_end_once_the_server_says_that_the_run_is_over():
+    strikes = "partition@25/0(peers=3+4,seconds=300)"
+    options = ("--peers", "2", "--assistants", "2", "--seed", "1", "--hours", "0.03", "--total_samples", "60", "--strikes", strikes)
+    played = simulate(*options, "--no_shrink", "--trace")
+    assert_holds(played)
+    assert played.out.count("assistant: ended: The run 'distributed-diffusion' is over: all 69 samples are in its last state") == 2
+
+
 def test_worlds_of_every_strategy_hold():
     # Fixed until a campaign of fresh ones has found nothing more: what a fresh seed finds is mended first (docs/internals.md).
     for sync in ("parameters", "diloco", "gradients"):

@@ -8,9 +8,9 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from peer.contracts import CommittedRound
 from peer.sync.engine.buffers import MEMORY, Buffers, buffers_on
@@ -20,6 +20,8 @@ from peer.sync.engine.memory import available_bytes, check_memory, host_bytes
 from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.outer import Strategy, load_strategy
 from peer.sync.engine.replica import Replica
+from peer.sync.engine.round.beginning import refuse_when_over
+from peer.sync.engine.round.claims import head_of
 from peer.sync.engine.round.excerpts import Auditor
 from peer.sync.engine.state import Head, State, better
 from peer.sync.engine.trainer.messages import Done, Failed, Final, Message, News, Progress, Rebase
@@ -31,6 +33,7 @@ from swarm.advice import size
 from swarm.dht import SwarmNode
 from swarm.end import End
 from swarm.members import Members
+from swarm.records import ASSIST
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
 
@@ -38,8 +41,18 @@ log = logging.getLogger(__name__)
 
 _WAITING = "waiting for the first peer that trains, whose state this peer can take"
 _SEEN_SECONDS = 1.0
+_ALONE_SECONDS = 300.0
+"""How often we ask whether the run is over while nobody trains: for whoever left for a moment, that costs the server nothing."""
 _STORED = 4
 """States on disk besides the kept ones: a state becomes final a round or two after it was made, and kept then."""
+
+
+class Known(NamedTuple):
+    """What the dataset server knows of the run: its newest state, who had that, and the run's end if the host has put it off."""
+
+    head: Head
+    holders: Sequence[str] = ()
+    extension: Mapping[str, Any] | None = None
 
 
 class Assistant:
@@ -85,8 +98,8 @@ async def assist(
     server_url: str = "",
     name: str = "",
     hardware: str = "",
-    last_known: Head | None = None,
-    last_holders: tuple[str, ...] = (),
+    known: Known | None = None,
+    ask: Callable[[], Awaitable[Known | None]] | None = None,
     end: End | None = None,
     members: Members | None = None,
     upload: Bucket | None = None,
@@ -94,7 +107,10 @@ async def assist(
     wall: Callable[[], float] = time.time,
     rng: random.Random | None = None,
 ) -> None:
-    """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm. Raises UserError."""
+    """Take part until the run's end or `stop`. final: told of each state that is safe; seen: once a second, of the swarm.
+
+    known: what the server knew when we came; ask: what it knows now, None when it does not answer. Raises UserError.
+    """
     members = members or Members(run, wall=wall)
     node.admit(members)
     buffers = buffers_on(state_on, folder / "state")
@@ -120,7 +136,7 @@ async def assist(
     assistant.replica = replica = Replica(
         run=run, state=states.pop(), wire=Wire(run.wire, *kind.sizes), strategy=strategy, node=node, store=store,
         rounds_path=folder / "rounds.jsonl", line=assistant, server_url=server_url, name=name, hardware=hardware,
-        last_known=last_known, last_holders=last_holders, assists=True, end=end, members=members, upload=upload, auditor=auditor,
+        last_known=known and known.head, last_holders=tuple(known.holders) if known else (), assists=True, end=end, members=members, upload=upload, auditor=auditor,
         clock=asyncio.get_running_loop().time, wall=wall, rng=rng,
     )  # fmt: skip
     await replica.start()
@@ -130,13 +146,31 @@ async def assist(
         "keeping %s final states in %s: %s each, %s free",
         states_limit or "all", archive.folder, size(num_bytes), size(files.free_bytes(archive.folder)),
     )  # fmt: skip
-    await replica.live_until(stop.wait(), assistant.wait(), _tell_forever(replica, seen))
+    await replica.live_until(stop.wait(), assistant.wait(), _tell_forever(replica, seen), *([_end_when_over(run, replica, ask)] if ask else ()))
 
 
 async def _tell_forever(replica: Replica, seen: Callable[[dict[str, Any]], None]) -> None:
     while True:
         seen(replica.seen())
         await asyncio.sleep(_SEEN_SECONDS)
+
+
+async def _end_when_over(run: RunConfig, replica: Replica, ask: Callable[[], Awaitable[Known | None]]) -> None:
+    """Until the server says that the run is over, and all who are left assist and lack its last state. Raises UserError then.
+
+    Helpers that a cut left behind while the others made the last rounds have each other, and would wait for ever.
+    """
+    while True:
+        await asyncio.sleep(_ALONE_SECONDS)
+        if _lacks_givers(replica, replica.state.value.head) and (known := await ask()):
+            replica.extend(known.extension)
+            if better(known.head, replica.state.value.head) and _lacks_givers(replica, replica.state.value.head):
+                refuse_when_over(run, replica.end, known.head, known.holders)
+
+
+def _lacks_givers(replica: Replica, ours: Head) -> bool:
+    """Whether nobody who is live trains, or has a later state."""
+    return not any(record.phase != ASSIST or better(head_of(record), ours) for record in replica.neighbours.others())
 
 
 async def _stored_or_fetched(

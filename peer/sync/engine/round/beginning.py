@@ -39,7 +39,7 @@ class Beginning:
     ):
         self._end, self._discards, self._forsaken = end or End(run), discards, forsaken
         self._run, self._known, self._clock = run, last_known, clock
-        self._holders = ", ".join(peer[-6:] for peer in last_holders) or "unknown peers"
+        self._holders = last_holders
         self._min_peers, self._company = min_peers, min_peers <= 1
         self._began = clock()
 
@@ -69,7 +69,7 @@ class Beginning:
         holders = sorted(record.peer_id[-6:] for record in givers if record.round and better(head_of(record), ours))
         coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS) or (holders and not own_round)
         if lacks_known and not coming and not self._forsaken and waited >= RECORD_LIFE_SECONDS:
-            self._refuse_when_over(known)
+            refuse_when_over(self._run, self._end, known, self._holders)
         if not self._in_company(others, news):
             return False
         if fetching or (behind and waited < _JOIN_PATIENCE_SECONDS):
@@ -84,17 +84,9 @@ class Beginning:
             return True
         news(
             f"the run is at {known.samples} samples (state {known.digest[:8]}), this peer at {ours.samples}; "
-            f"waiting for one who has that state: {self._holders}"
+            f"waiting for one who has that state: {_named(self._holders)}"
         )
         return False
-
-    def _refuse_when_over(self, known: Head) -> None:
-        if 0 < self._end.total <= known.samples:
-            raise UserError(
-                f"The run '{self._run.run_name}' is over: all {known.samples} samples are in its last state, and no peer is left.",
-                fix=f"Ask the host for the result, or one of the peers that had it: {self._holders}.",
-                code=ExitCode.FAILED,
-            )
 
     def _in_company(self, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
         live = 1 + sum(record.phase != ASSIST for record in others)
@@ -104,3 +96,17 @@ class Beginning:
         if not self._company:
             news(f"waiting for company: {live} of {self._min_peers} peers are live (--min_peers)")
         return self._company
+
+
+def refuse_when_over(run: RunConfig, end: End, known: Head, holders: Collection[str]) -> None:
+    """Raise UserError if the state `known`, which nobody is left to give, is the run's last one. holders: who had it."""
+    if 0 < end.total <= known.samples:
+        raise UserError(
+            f"The run '{run.run_name}' is over: all {known.samples} samples are in its last state, and no peer that has it is left.",
+            fix=f"Ask the host for the result, or one of the peers that had it: {_named(holders)}.",
+            code=ExitCode.FAILED,
+        )
+
+
+def _named(holders: Collection[str]) -> str:
+    return ", ".join(peer[-6:] for peer in holders) or "unknown peers"

@@ -4,7 +4,7 @@ from peer.sync.engine.cell import Bell, Cell, Phase
 from peer.sync.engine.net.neighbours import Neighbours
 from peer.sync.engine.round import span
 from peer.sync.engine.round.catch_up import CatchUp
-from peer.sync.engine.round.groups import Standing
+from peer.sync.engine.round.groups import Group, Standing
 from peer.sync.engine.round.heads import Heads
 from peer.sync.engine.round.next_round import NextRound
 from peer.sync.engine.round.patience import patience_seconds
@@ -65,6 +65,12 @@ class Reception:
         if ready or head.digest != self._state.value.digest:  # who answers that it stands where we stand is no news
             self._bell.ring()
         return self._catch_up.held_back
+
+    def failed(self, group: Group) -> None:
+        """Its round failed here. Who alone brought samples may have made it all the same: of a state with one maker nobody else can sign first."""
+        brought = [member.peer for member in group.members if member.samples]
+        if len(brought) == 1 and brought != [self._peer_id]:
+            self._heads.let_go(brought[0], group.parent)
 
     def _knows(self, peer: str) -> bool:
         return peer == self._peer_id or self._neighbours.knows(peer)

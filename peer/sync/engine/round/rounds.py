@@ -106,6 +106,7 @@ class Rounds:
         self._end, self._node, self._neighbours, self.company = end, node, neighbours, company
         self._outer, self._phase, self._next_round, self._clock = outer, phase, next_round, clock
         self._receipts, self._rng = Receipts.of(run), rng or random.SystemRandom()
+        self._failed = reception.failed
         self._draw = self._drawn()
         self._led: _Led | None = None
         """State and leader of the last attempt; None if no group was formed in it."""
@@ -199,6 +200,7 @@ class Rounds:
             mean = await (self._own(offer) if len(group.peers) == 1 else self._mean(group, offer, age_seconds))
         except RoundFailed as error:
             self._doubt_leader(group, error)
+            self._failed(group)
             raise
         finally:
             self.matchmaker.over()
