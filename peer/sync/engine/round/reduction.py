@@ -15,13 +15,14 @@ from torch import Tensor
 
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, rough_square, square_norm
 from peer.sync.engine.net.streams import Channel, PeerLost
-from peer.sync.engine.round.centering import centre, even_shares, products
+from peer.sync.engine.round.centering import centre, products
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.excerpts import Excerpts
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.share_seals import Given, SealedShare, ShareSeals
 from swarm.statements import Input, inputs_digest
 from swarm.tasks import within
+from swarm.weights import even_shares
 
 PART_SECONDS = 30.0
 COME_SECONDS = 15.0
