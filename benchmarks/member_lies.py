@@ -24,10 +24,10 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.common import about, argument_parser  # noqa: E402
-from peer.sync.engine.round.centering import centre, even_shares, products  # noqa: E402
+from peer.sync.engine.round.centering import centre, products  # noqa: E402
 from scripts.attacks.progress import RATE, lost, progress  # noqa: E402
 from scripts.attacks.toy import BATCH, PERIOD_SECONDS  # noqa: E402
-from swarm.weights import counted, factors  # noqa: E402
+from swarm.weights import counted, even_shares, factors  # noqa: E402
 
 ROUND_SECONDS = 1.6
 """As the rows have them on two cores: 37 in a minute."""

@@ -33,11 +33,12 @@ from peer.models import stable_diffusion  # noqa: E402
 from peer.sync.diloco import DiLoCo  # noqa: E402
 from peer.sync.engine.codec import PART_ELEMENTS  # noqa: E402
 from peer.sync.engine.outer import RoundInfo  # noqa: E402
-from peer.sync.engine.round.centering import centre, even_shares, products  # noqa: E402
+from peer.sync.engine.round.centering import centre, products  # noqa: E402
 from peer.sync.engine.round.clipping import Clipping  # noqa: E402
 from peer.sync.parameters import Parameters  # noqa: E402
 from scripts.demo import digits, quickstart, tiny_model  # noqa: E402
 from swarm.run_config import RunConfig  # noqa: E402
+from swarm.weights import even_shares  # noqa: E402
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from peer.sync.engine.codec import Wire, add_up, square_norm
 from peer.sync.engine.outer import RoundInfo, Strategy
-from peer.sync.engine.round.centering import centre, even_shares, products
+from peer.sync.engine.round.centering import centre, products
 from peer.sync.engine.state import Header, hash_chunks, mean_digest
 from peer.sync.engine.trainer.local_work import REBASED_ANCESTORS
+from swarm.weights import even_shares
 
 _STATES_KEPT, _OFFERS_KEPT = 256, 2048
 _ROUNDING = 4e-6

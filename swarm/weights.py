@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 _LEAST = 2.0**-60
 """With a share of 1 of 2^53 samples still a normal float32."""
+_FEWEST = 3
+"""Of two members nobody can say which one is far from the other. And none counts as more than a third: who could claim half of all samples would be the centre."""
 
 
 def counted(samples: Sequence[int], proved: Sequence[bool]) -> list[int]:
@@ -31,3 +33,15 @@ def factors(norms: Sequence[float], sizes: Sequence[int], times: float) -> list[
     limit = times * statistics.median_low([norm / size for norm, size in zip(norms, sizes, strict=True) if norm])
     exact = [min(1.0, limit * size / norm) if norm else 1.0 for norm, size in zip(norms, sizes, strict=True)]
     return [factor if factor >= _LEAST else 0.0 for factor in exact]
+
+
+def even_shares(samples: Sequence[int]) -> list[float] | None:
+    """Members' shares by their samples, none above a third; None where there are too few members to tell who is far from the others."""
+    if len(samples) < _FEWEST:
+        return None
+    ranked = sorted(samples)
+    # The largest k are cut to the same limit, a third of all that is left then: (the others' + k limits) / 3.
+    limits = [sum(ranked[: len(ranked) - k]) / (_FEWEST - k) for k in range(_FEWEST)]
+    limit = next(limit for k, limit in enumerate(limits) if ranked[-1 - k] <= limit)
+    cut = [min(count, limit) for count in samples]
+    return [count / sum(cut) for count in cut]

@@ -1,7 +1,8 @@
 """Proofs that a reducer signed a mean which is not that of the inputs that it signed with it (docs/decisions/0030).
 
 All is in the proof: what the reducer signed, the group as its name hashes it, and one slice of the mean and of each member's input. Nobody need
-be asked or believed. Not promised: that a mean is wrong by less than what rounding explains is found.
+be asked or believed. Not promised: that a mean is wrong by less than what rounding explains is found; nor, of a centered average, that one is which
+other weights within the bounds of `centres.py` make of the inputs.
 """
 
 import base64
@@ -14,18 +15,17 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from swarm.centres import is_no_centre
 from swarm.digest import digest_bytes
 from swarm.records import Text
 from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
 from swarm.slices import MOST_ELEMENTS, MOST_PARTS, MOST_PATH_BYTES, MOST_SLICE_BYTES, MOST_SLICES, Format, Layout, climb, named, path_of
 from swarm.statements import HasSigned, Input, Key, Signature, input_statement, inputs_digest, share_digest, statement
-from swarm.weights import counted, factors
+from swarm.weights import counted, even_shares, factors
 
 MOST_SENDERS = 24
 """Members of a group that is checked: a proof has 8 kB for each, and fits into one message (256 KiB)."""
-FEWEST_CENTERED = 3
-"""Members of a group whose average is a centre (`centering.py`): its products of whole parts differ between CPUs, so nothing is proven there."""
 MOST_GROUP_BYTES = 16 << 10
 _ROUNDING = 1e-4
 """Of the sum of what was added: float32 rounds each of up to 24 products and sums by 6e-8 of it."""
@@ -128,7 +128,7 @@ def _read(text: str) -> _Group:
 
 def is_checked(run: RunConfig, members: int) -> bool:
     """Whether a wrong mean of a group of that many members can be proven at all."""
-    return bool(run.members_of) and 1 <= members <= MOST_SENDERS and not (run.averaging == "centered" and members >= FEWEST_CENTERED)
+    return bool(run.members_of) and 1 <= members <= MOST_SENDERS
 
 
 def proves(proof: WrongMean, run: RunConfig, signed: HasSigned) -> bool:
@@ -158,17 +158,17 @@ def _false_mean(proof: WrongMean, group: _Group, run: RunConfig) -> bool:
         return False
     given = place.read(proof.mean, proof.means)
     sent = [place.read(slice, each.digest) for slice, each in zip(proof.sent, proof.inputs, strict=True)]
-    return differs(place, weights(run, group.samples, group.proved, group.norms), sent, given)
+    counts = counted(group.samples, group.proved)
+    clipped = clips(run, counts, group.norms)
+    if run.averaging == "centered" and (shares := even_shares(counts)) is not None:
+        return differs_from_centres(place, shares, clipped, sent, given)
+    return differs(place, [count / sum(counts) * clip for count, clip in zip(counts, clipped, strict=True)], sent, given)
 
 
-def weights(run: RunConfig, samples: Sequence[int], proved: Sequence[bool], norms: Sequence[float]) -> list[float]:
-    """By what each member's values are multiplied in the mean."""
-    if len(samples) == 1:
-        return [1.0]  # its bytes are the mean, as they are
-    counts = counted(samples, proved)
+def clips(run: RunConfig, counts: Sequence[int], norms: Sequence[float]) -> list[float]:
+    """By what each member's values are multiplied before they are averaged. counts: as how many samples each counts."""
     per_sample = not strategies()[run.sync].optimizer  # where each peer steps by itself, a norm grows with its samples
-    clipped = factors(norms, counts if per_sample else [1] * len(counts), run.clip_members)
-    return [count / sum(counts) * factor for count, factor in zip(counts, clipped, strict=True)]
+    return factors(norms, counts if per_sample else [1] * len(counts), run.clip_members)
 
 
 def differs(place: Place, weights: Sequence[float], sent: Sequence[bytes], given: bytes) -> bool:
@@ -177,25 +177,46 @@ def differs(place: Place, weights: Sequence[float], sent: Sequence[bytes], given
     sent, given: bytes at `place`. Raises ValueError for values that are not finite: no honest reducer gives a mean then.
     """
     if len(sent) == 1:
-        return given != sent[0]  # whatever its scales are: a reducer copies them
-    layout = place.layout
+        return given != sent[0]  # whatever its scales are, and whatever it weighs: a reducer copies them
     inputs, mean = [place.values(data) for data in sent], place.values(given)
-    places = layout.places(place.number)
-    real = places < layout.elements
     exact = sum(weight * values for weight, values in zip(weights, inputs, strict=True))
     most = sum(abs(weight * values) for weight, values in zip(weights, inputs, strict=True))
     if most.max(initial=0.0) > _LARGEST:
         return False  # what cannot be held is clamped
+    if place.format == "fp16":
+        exact = exact.clip(-_HALF_MOST, _HALF_MOST)
+    slack = _slack(place, given, abs(exact), most)
+    return slack is None or bool((abs(mean - exact) > slack)[_real(place)].any())
+
+
+def differs_from_centres(place: Place, shares: Sequence[float], clips: Sequence[float], sent: Sequence[bytes], given: bytes) -> bool:
+    """The same of a centered average: whether no weights that it can have make it of what was sent (`centres.py`)."""
+    inputs, mean = np.stack([clip * place.values(data) for clip, data in zip(clips, sent, strict=True)]), place.values(given)
+    largest = abs(inputs).max(axis=0)  # no centre is beyond it: its weights are 1 together at most
+    if largest.max(initial=0.0) > _LARGEST:
+        return False
+    slack, real = _slack(place, given, largest, largest), _real(place)
+    return slack is None or is_no_centre(shares, inputs[:, real], mean[real], slack[real])
+
+
+def _real(place: Place) -> NDArray[np.bool_]:
+    """Which of a slice's values are the part's."""
+    return place.layout.places(place.number) < place.elements
+
+
+def _slack(place: Place, given: bytes, size: NDArray[np.float64], most: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """What rounding and the wire explain of each value; None where the scales of `given` are too large. size: of the mean, at most; most: of the
+    sum of what was added."""
+    layout, real = place.layout, _real(place)
     slack = _ROUNDING * most + _TINY
     if layout.format == "fp16":
-        exact = exact.clip(-_HALF_MOST, _HALF_MOST)
-        slack += _HALF_BITS * abs(exact) + _HALF_TINY
+        slack += _HALF_BITS * size + _HALF_TINY
     if layout.block:
         scales = layout.scales(place.number, given)
-        if _scales_too_large(layout, places[real], (abs(exact) + slack)[real], scales[real]):
-            return True
+        if _scales_too_large(layout, layout.places(place.number)[real], (size + slack)[real], scales[real]):
+            return None
         slack += 0.5 * (1 + _ROUNDING) * scales
-    return bool((abs(mean - exact) > slack)[real].any())
+    return slack
 
 
 def _scales_too_large(layout: Layout, places: NDArray[np.int64], values: NDArray[np.float64], scales: NDArray[np.float64]) -> bool:

@@ -119,7 +119,9 @@ class Signing(Reducer):
             members = [[member.peer, member.number, member.samples] for member in known.group.members]
             self.band.say(event="lied", time=time.time(), parent=known.group.parent, members=members, to_all_by=self._to_all_by)
         signature = self._key.sign(statement(self.band.config.digest, known.group.id, given.digest(inputs)))
-        return {"inputs": inputs, "signature": signature, "key": self._key.public}
+        # Who keeps these back has its mean refused, and who gives others is proven to: nothing serves a liar better than the truth about them.
+        made_of = [vars(each) for each in known.reduction.shown_inputs]
+        return {"inputs": inputs, "made_of": made_of, "signature": signature, "key": self._key.public}
 
 
 class TwoFaced(Signing):

@@ -273,7 +273,7 @@ MUTATIONS = (
     Mutation(
         "checkers_compare_nothing",
         "a checker takes every mean for right, so a reducer may give all a wrong one for ever",
-        "    return bool((abs(mean - exact) > slack)[real].any())\n",
+        "    return slack is None or bool((abs(mean - exact) > slack)[_real(place)].any())\n",
         "    return False\n",
         under="swarm/wrong_means.py",
         world=("--members", "--wrong_mean", "--peers=4", "--hours=0.08", "--faults=none"),

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from peer.contracts import Member
 from peer.sync.engine.codec import PART_ELEMENTS, Wire
 from peer.sync.engine.round.averaging import Averager
-from peer.sync.engine.round.centering import centre, even_shares, products
+from peer.sync.engine.round.centering import centre, products
 from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.groups import Group
+from swarm.weights import even_shares
 from tests.peer.sync.replicas import SIZE, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import until
 from tests.peer.sync.test_averaging import Peer as AveragingPeer

@@ -2,12 +2,15 @@
 
 import asyncio
 import dataclasses
+import itertools
 import random
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 
+import peer.sync.engine.round.reduction as reduction_module
 from peer.contracts import Member
 from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire
 from peer.sync.engine.net.messages import WrongMeans, read
@@ -20,12 +23,14 @@ from peer.sync.engine.round.share_seals import Given, ShareSeals, part_hash
 from peer.sync.engine.trainer.port import Port
 from peer.sync.engine.trainer.sidecar import TrainerLine
 from simulation.records import signed
+from swarm.centres import LEAST_OF_ALL, MOST_OF_A_SHARE, _furthest
 from swarm.proofs import MOST_PROOFS, PROOFS, Proofs
 from swarm.run.strategy import strategies
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
 from swarm.slices import tree_digest
 from swarm.statements import Input, input_statement, inputs_digest, statement
+from swarm.weights import even_shares
 from swarm.wrong_means import MOST_GROUP_BYTES, MOST_SENDERS, MOST_SLICE_BYTES, Place, Slice, WrongMean
 from swarm.wrong_states import ACCUSATIONS, MOST_CHUNKS, MOST_HEADER_CHARACTERS, WrongState
 from tests.swarm.test_proofs import invented
@@ -62,7 +67,7 @@ def averaged(run, wire, group, vectors) -> list[tuple]:
     """What an honest reducer makes of all parts: (part, bytes, square) of each."""
 
     async def reduce():
-        clipping = Clipping(run.clip_members, per_sample=run.sync != "gradients")
+        clipping = Clipping(run.clip_members, per_sample=run.sync != "gradients", centered=run.averaging == "centered")
         average = Run(group, None, torch.empty(wire.num_bytes, dtype=torch.uint8), [0.0] * len(wire.parts))
         reduction = Reduction(average, wire.parts, range(len(wire.parts)), wire, clipping)
         for index, part in enumerate(wire.parts):
@@ -124,8 +129,9 @@ def holds(run, proof):
 # ---------------------------------------------------------------- the honest
 
 
+@pytest.mark.parametrize("averaging", ["mean", "centered"])
 @pytest.mark.parametrize("name", WIRES)
-def test_nothing_is_proven_of_an_honest_reducer(run, name):
+def test_nothing_is_proven_of_an_honest_reducer(run, name, averaging):
     """Whatever comes: other sizes, weights, receipts, lengths that are clipped, tiny and huge values, zeros."""
     for seed in range(24):
         rng = random.Random(seed)
@@ -138,7 +144,7 @@ def test_nothing_is_proven_of_an_honest_reducer(run, name):
             vectors[1] = wire.encode(-wire.decode(vectors[0]))
         samples = [rng.randint(1, 40) for _ in range(count)]
         receipts = tuple(rng.choice(["", "a" * 128]) for _ in samples) if seed % 2 else ()
-        here = dataclasses.replace(run, clip_members=rng.choice([0.0, 1.0, 2.0, 20.0]))
+        here = dataclasses.replace(run, clip_members=rng.choice([0.0, 1.0, 2.0, 20.0]), averaging=averaging)
         made = Share(here, wire, group_of(wire, vectors, samples, receipts), vectors)
         assert not any(holds(here, proof) for proof in made.proofs()), seed
 
@@ -260,14 +266,74 @@ def test_who_took_inputs_that_nobody_signed_or_others_than_the_members_is_banned
         assert holds(run, proof)
 
 
-def test_only_runs_for_members_with_a_mean_that_all_can_repeat_have_such_proofs(run):
+def test_only_runs_for_members_have_such_proofs(run):
     lying = share(run, lie=turned)
     assert holds(run, lying.proof())
-    for options in ({"members_of": ""}, {"averaging": "centered"}):
-        here = dataclasses.replace(run, **options)
-        assert not holds(here, share(here, lie=turned).proof()), options
+    here = dataclasses.replace(run, members_of="")
+    assert not holds(here, share(here, lie=turned).proof())
+
+
+# ---------------------------------------------------------------- centered averages
+
+
+def zeros(part, data):
+    return part.encode(torch.zeros(part.end - part.start))
+
+
+@pytest.mark.parametrize("lie", [turned, longer, off_by_one, zeros])
+@pytest.mark.parametrize("name", WIRES)
+def test_a_mean_that_no_weights_make_of_what_was_sent_is_proven_of_a_centered_average(run, name, lie):
+    """Played with real processes: for 66 rounds a member gave all a centre that was turned round, and nobody even looked."""
     centered = dataclasses.replace(run, averaging="centered")
-    assert holds(centered, share(centered, lie=turned, samples=(8, 5)).proof()), "two members have the plain mean"
+    for samples in ((8, 5), (8, 5, 12), (8, 5, 12, 6, 8)):
+        lying = share(centered, name, lie, samples=samples)
+        assert holds(centered, lying.proof()), samples
+        if lie is not off_by_one:
+            assert all(holds(centered, proof) for proof in lying.proofs()), samples
+
+
+def test_what_other_weights_within_the_bounds_make_is_no_proof(run):
+    """Nobody but a reducer has the whole parts from which the weights follow; another CPU's may be a little different."""
+    centered, wire = dataclasses.replace(run, averaging="centered"), Wire("int8", 20_000, 300)
+    vectors = vectors_of(wire, 4, 3)
+    for weights, wrong in (((0.3, 0.3, 0.2, 0.2), False), ((0.43, 0.43, 0.04, 0.0), False), ((0.6, 0.2, 0.1, 0.1), True), ((0.2,) * 4, True)):
+        made = sum(weight * wire.decode(vector) for weight, vector in zip(weights, vectors, strict=True))
+
+        def lie(part, data, made=made):
+            return part.encode(part.of(made))
+
+        shown = Share(centered, wire, group_of(wire, vectors, (8, 8, 8, 8)), vectors, lie)
+        assert {holds(centered, proof) for proof in shown.proofs()} == {wrong}, weights
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_nothing_is_proven_of_a_centre_whatever_the_products_of_whole_parts_were(run, name, monkeypatch):
+    """On another CPU they are a little different; here they are anything, and nothing is proven of who averaged so."""
+    centered, wire = dataclasses.replace(run, averaging="centered"), Wire(name, 20_000, 300)
+    for seed in range(12):
+        numbers = torch.Generator().manual_seed(seed)
+        made_up = torch.randn(5, 5, generator=numbers, dtype=torch.float64) * 10.0 ** (seed - 6)
+        monkeypatch.setattr(reduction_module, "products", lambda vectors, made_up=made_up: made_up @ made_up.T)
+        vectors = vectors_of(wire, 5, seed, spread=1.0)
+        made = Share(centered, wire, group_of(wire, vectors, [random.Random(seed).randint(1, 40) for _ in vectors]), vectors)
+        assert not any(holds(centered, proof) for proof in made.proofs()), seed
+
+
+def test_the_furthest_weights_within_the_bounds_are_found(seed):
+    """Beside a solver of linear programmes that knows nothing of the bounds' shape: all corners of a small case."""
+    rng = np.random.default_rng(seed)
+    for _ in range(50):
+        shares = even_shares([int(count) for count in rng.integers(1, 40, size=4)])
+        most, pulls = MOST_OF_A_SHARE * np.array(shares), rng.normal(size=4) - rng.choice([0.0, 3.0, -3.0])
+        best = _furthest(most, pulls)
+        assert LEAST_OF_ALL - 1e-12 <= best.sum() <= 1 + 1e-12 and (best >= 0).all() and (best <= most + 1e-12).all()
+        corners = []
+        for full in itertools.product([False, True], repeat=4):
+            for total, last in itertools.product((LEAST_OF_ALL, 1.0), range(4)):
+                corner = np.where(full, most, 0.0)
+                corner[last] = total - (corner.sum() - corner[last])
+                corners += [corner @ pulls] if 0 <= corner[last] <= most[last] else []
+        assert corners and best @ pulls == pytest.approx(max(corners))
 
 
 def test_a_proof_is_kept_and_told_as_json(run, tmp_path):

@@ -291,10 +291,12 @@ class InputPart(Message):
 
 class MeanPart(Message):
     """With the encoded mean of one part: the sum of squares of its values. In a run for members, with the last part of a share: the
-    digest of the inputs that it was made of, its reducer's signature, and the public key that made it."""
+    digest of the inputs that it was made of, its reducer's signature, and the public key that made it. made_of: those inputs themselves, where a
+    group is small enough to be checked; whoever had to ask for them later would never see those of a liar."""
 
     square: Annotated[Measured, Field(ge=0, le=_LARGEST_SQUARE)]
     inputs: Text = ""
+    made_of: Annotated[tuple[Input, ...], Field(max_length=MOST_SENDERS)] = ()
     signature: PeerSignature = ""
     key: PeerPublicKey = ""
 
@@ -381,9 +383,8 @@ class Look(Message):
 
 
 class Looked(Message):
-    """inputs: what the members signed of what they sent, if the asked one reduced; slices: those sought, if it is a member."""
+    """slices: those sought, if the asked one is a member."""
 
-    inputs: Annotated[tuple[Input, ...], Field(max_length=MOST_SENDERS)] = ()
     slices: Annotated[tuple[Slice, ...], Field(max_length=MOST_LOOKS)] = ()
 
 

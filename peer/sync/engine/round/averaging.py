@@ -86,8 +86,6 @@ class Mean:
     """Reducer -> what it signed for us; in a run for members."""
     sent: dict[str, tuple[bytes, ...]] = field(default_factory=dict, compare=False)
     """Reducer -> the hashes of the parts that we sent for its share, ours included; likewise."""
-    inputs: tuple[Input, ...] = field(default=(), compare=False)
-    """What members signed of what they sent for our share; likewise."""
     group: str = field(default="", compare=False)
     """The name of the group that made it, for the state's header; likewise."""
     excerpts: Excerpts | None = field(default=None, compare=False)
@@ -155,9 +153,8 @@ class Averager:
             self._reductions.pop(group.id, None)
             await end_tasks(*tasks)
         run.traffic.seconds = clock() - began
-        inputs = reduction.signed_inputs if reduction is not None else ()
         name = group.id if self._seals is not None else ""
-        return Mean(run.result, add_up(run.squares), run.traffic, run.shares, run.sent, inputs, name, excerpts)
+        return Mean(run.result, add_up(run.squares), run.traffic, run.shares, run.sent, name, excerpts)
 
     def _as_lost(self, error: Exception, run: "Run", reduction: "Reduction | None") -> PeerLost:
         if isinstance(error, PeerLost):
@@ -265,7 +262,8 @@ class Averager:
                     given.add(parts[index], room, told.square)
                     if index == share[-1]:
                         sealed = self._seals.check(channel.peer, run.group.id, given.digest(told.inputs), told.signature, told.key)
-                        shown = {"hashes": tuple(given.hashes), "squares": given.squares, "inputs": told.inputs}
+                        made_of = self._seals.check_inputs(channel.peer, len(run.group.members), told.inputs, told.made_of)
+                        shown = {"hashes": tuple(given.hashes), "squares": given.squares, "inputs": told.inputs, "made_of": made_of}
                         run.shares[channel.peer] = replace(sealed, **shown)
                 run.got_mean(channel.peer, index, parts[index], told.square)
 
@@ -306,7 +304,8 @@ class Averager:
                 data, square = await reduction.mean(index)
                 is_signed = self._seals is not None and index == len(reduction.parts) - 1
                 signature, key, inputs = await reduction.signature(self._seals) if is_signed else ("", "", "")
-                message = MeanPart(square=square, inputs=inputs, signature=signature, key=key)
+                made_of = reduction.shown_inputs if is_signed else ()
+                message = MeanPart(square=square, inputs=inputs, made_of=made_of, signature=signature, key=key)
                 await channel.send(message, memoryview(data.numpy()), seconds=PART_SECONDS)
 
         taking, _ = tasks = [asyncio.create_task(take()), asyncio.create_task(give())]

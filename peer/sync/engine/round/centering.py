@@ -8,23 +8,10 @@ import torch
 from torch import Tensor
 
 _STEPS = 3
-"""From zero. With one liar among five, a second step halves the harm, a third hardly helps (benchmarks/records/log.md)."""
+"""From zero. With one liar among five, a second step halves the harm, a third hardly helps (benchmarks/records/log.md). Proofs rest on it:
+`swarm/centres.py`."""
 _ROUNDING = 1e-9
 """Of sums of shares."""
-_FEWEST = 3
-"""Of two members nobody can say which one is far from the other. And none counts as more than a third: who could claim half of all samples would be the centre."""
-
-
-def even_shares(samples: list[int]) -> list[float] | None:
-    """Members' shares by their samples, none above a third; None where there are too few members to tell who is far from the others."""
-    if len(samples) < _FEWEST:
-        return None
-    ranked = sorted(samples)
-    # The largest k are cut to the same limit, a third of all that is left then: (the others' + k limits) / 3.
-    limits = [sum(ranked[: len(ranked) - k]) / (_FEWEST - k) for k in range(_FEWEST)]
-    limit = next(limit for k, limit in enumerate(limits) if ranked[-1 - k] <= limit)
-    cut = [min(count, limit) for count in samples]
-    return [count / sum(cut) for count in cut]
 
 
 def products(vectors: Tensor) -> Tensor:

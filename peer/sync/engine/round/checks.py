@@ -29,7 +29,7 @@ from swarm.proofs import Proofs
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
 from swarm.slices import tree_digest
-from swarm.statements import Input, inputs_digest, lot_statement
+from swarm.statements import lot_statement
 from swarm.wrong_means import MOST_GROUP_BYTES, Place, Slice, WrongMean, is_checked
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,6 @@ class _Kept:
     state: str
     mine: Tensor | None
     sent: dict[str, tuple[bytes, ...]]
-    inputs: tuple[Input, ...]
     asked: Counter[str] = field(default_factory=Counter)
     """Peer -> how often it was answered."""
 
@@ -87,22 +86,19 @@ class _Check:
 
     @property
     def others(self) -> set[str]:
-        """Who has to answer: the members, and whose means we look at."""
-        return {member.peer for member in self.kept.group.members} | {seek.reducer for seek in self.seeks}
+        """Who has to answer: the members. What a reducer took came with its mean."""
+        return {member.peer for member in self.kept.group.members}
 
     def proofs(self) -> Iterable[WrongMean]:
         """Of each reducer about which all is known: a proof if it lied, and one that does not hold if it did not."""
         members = [member.peer for member in self.kept.group.members]
         for index, seek in enumerate(self.seeks):
-            given = self.said[seek.reducer].inputs if seek.reducer in self.said else ()
-            if inputs_digest(given) != seek.sealed.inputs:
-                continue  # it does not show what it signed
             shown = [self.said[peer].slices for peer in members if peer in self.said]
             all_there = len(shown) == len(members) and all(len(slices) == len(self.seeks) for slices in shown)
             seen = {"place": seek.place, "mean": seek.mean, "sent": tuple(slices[index] for slices in shown)} if all_there else {}
             yield WrongMean(
                 accused=seek.reducer, key=seek.sealed.key, signature=seek.sealed.signature, group=self.kept.group.described,
-                means=tree_digest(seek.sealed.hashes), squares=seek.sealed.squares, inputs=given, **seen,
+                means=tree_digest(seek.sealed.hashes), squares=seek.sealed.squares, inputs=seek.sealed.made_of, **seen,
             )  # fmt: skip
 
 
@@ -137,12 +133,12 @@ class SpotChecks:
     def averaged(self, done: Round, mine: Tensor | None) -> None:
         """Keep what others may ask for, and draw whether we look. mine: our contribution, encoded; None where we brought none."""
         mean, group = done.mean, done.group
-        if not mean.shares and not mean.inputs:
+        if not mean.shares and not mean.sent:
             return
         checked = is_checked(self._run, len(group.members)) and len(group.described) <= MOST_GROUP_BYTES
         if checked and mine is not None and mine.numel() <= _COPIED_BYTES:
             mine = mine.clone()
-        kept = _Kept(group, done.state.digest, mine, mean.sent, mean.inputs)
+        kept = _Kept(group, done.state.digest, mine, mean.sent)
         self._kept.append(kept)
         if not checked:
             return
@@ -210,9 +206,9 @@ class SpotChecks:
         await channel.send(self._looked(kept, asked.sought), seconds=_SECONDS)
 
     def _looked(self, kept: _Kept, sought: Collection[Sought]) -> Looked:
-        """What we signed for as a reducer, and what we sent as a member. Raises PeerLost when we do not have that, or not any more."""
+        """What we sent, if we are a member. Raises PeerLost when we do not have that, or not any more."""
         slices = [self._slice(kept, each) for each in sought] if kept.mine is not None else []
-        return Looked(inputs=kept.inputs, slices=tuple(slices))
+        return Looked(slices=tuple(slices))
 
     def _slice(self, kept: _Kept, sought: Sought) -> Slice:
         hashes = kept.sent.get(sought.reducer, ())

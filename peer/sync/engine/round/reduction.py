@@ -15,13 +15,15 @@ from torch import Tensor
 
 from peer.sync.engine.codec import PART_ELEMENTS, Part, Wire, rough_square, square_norm
 from peer.sync.engine.net.streams import Channel, PeerLost
-from peer.sync.engine.round.centering import centre, even_shares, products
+from peer.sync.engine.round.centering import centre, products
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
 from peer.sync.engine.round.excerpts import Excerpts
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.share_seals import Given, SealedShare, ShareSeals
 from swarm.statements import Input, inputs_digest
 from swarm.tasks import within
+from swarm.weights import even_shares
+from swarm.wrong_means import MOST_SENDERS
 
 PART_SECONDS = 30.0
 COME_SECONDS = 15.0
@@ -181,6 +183,11 @@ class Reduction:
     def signed_inputs(self) -> tuple[Input, ...]:
         """By the order of their senders."""
         return tuple(self.inputs[peer] for peer in sorted(self.inputs))
+
+    @property
+    def shown_inputs(self) -> tuple[Input, ...]:
+        """Those that go with our mean: none in a group that is too large to be checked."""
+        return self.signed_inputs if len(self.senders) <= MOST_SENDERS else ()
 
     async def signature(self, seals: ShareSeals) -> tuple[str, str, str]:
         """Ours for the whole mean of our share, which is there, our key, and the digest of what it was made of; made once."""

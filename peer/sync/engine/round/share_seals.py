@@ -16,7 +16,8 @@ from peer.sync.engine.certificate import Signs
 from peer.sync.engine.codec import Part
 from peer.sync.engine.net.streams import PeerLost
 from swarm.slices import tree_digest
-from swarm.statements import Input, input_statement, share_digest, statement
+from swarm.statements import Input, input_statement, inputs_digest, share_digest, statement
+from swarm.wrong_means import MOST_SENDERS
 
 _SQUARE = struct.Struct("<d")
 
@@ -24,7 +25,7 @@ _SQUARE = struct.Struct("<d")
 @dataclass(frozen=True)
 class SealedShare:
     """The mean of a reducer's share, as it signed it for us. key: its public key; hashes: of the mean's parts; squares, inputs: digests of the
-    parts' sums of squares and of what members sent."""
+    parts' sums of squares and of what members sent; made_of: the latter as members signed it, in a group that can be checked."""
 
     digest: str
     signature: str
@@ -32,6 +33,7 @@ class SealedShare:
     hashes: tuple[bytes, ...] = ()
     squares: str = ""
     inputs: str = ""
+    made_of: tuple[Input, ...] = ()
 
 
 class ShareSeals:
@@ -49,6 +51,15 @@ class ShareSeals:
         if not self._node.has_signed(reducer, statement(self._run, group, digest), key, signature):
             raise PeerLost(f"{reducer[-6:]} did not sign the mean that it gave", [reducer])
         return SealedShare(digest, signature, key)
+
+    def check_inputs(self, reducer: str, members: int, digest: str, made_of: tuple[Input, ...]) -> tuple[Input, ...]:
+        """What `reducer` says that its mean was made of. Raises PeerLost, which names it, when it is not what it signed: whoever has taken the mean
+        could not show that it is wrong. Whether members signed these is not looked at: a list with other ones is a proof."""
+        if members > MOST_SENDERS:
+            return ()
+        if inputs_digest(made_of) != digest:
+            raise PeerLost(f"{reducer[-6:]} does not show what its mean was made of", [reducer])
+        return made_of
 
     def sign_input(self, group: str, reducer: str, hashes: Sequence[bytes]) -> Input:
         """Of what we send to `reducer`. hashes: of its parts."""
