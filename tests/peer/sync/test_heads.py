@@ -712,6 +712,25 @@ def test_who_does_not_train_follows_the_one_that_went_on_though_others_like_it_s
     assert ann.right() == states[-1].digest and ann.heads.is_right(Head.of(states[-1]))
 
 
+def test_who_left_a_state_where_nobody_trains_is_not_led_back_by_those_that_stay_there(view):
+    """Of three each saw the two others still there, went back, and left again after 300 s, for ever."""
+    parted = lineage(3)[-1]
+    *_, ours = lineage(1, after=parted, by=("zed",), change=2.0)
+    *_, theirs = lineage(2, after=parted, by=("yan", "xia"))
+    ann = view(ours, ["zed", "ben"])
+    ann.heads = Heads(ann.met, lambda: ann.records, ours, clock=ann.clock, trains=lambda: False)
+    there = record("yan", theirs), record("xia", theirs), record("wes", theirs)
+    ann.sees(*there, record("zed", ours, phase=ASSIST), record("ben", ours, phase=ASSIST))
+    assert ann.right() is None
+    ann.clock.now += IDLE_SECONDS
+    assert ann.right() == theirs.digest
+    ann.heads.moved(theirs, fetched=True)
+    ann.sees(*there, record("zed", ours, phase=ASSIST), record("ben", ours, phase=ASSIST))
+    assert ann.right() is None
+    ann.sees(*there, record("zed", ours), record("ben", ours))
+    assert ann.right() == ours.digest, "those that we have met train there again"
+
+
 def test_who_trains_stays_with_those_that_do_not(view):
     *_, ours, child = lineage(4, by=("yan",))
     ann = view(ours, ["yan", "zed"]).sees(record("yan", child), record("zed", ours, phase=ASSIST))

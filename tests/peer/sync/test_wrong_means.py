@@ -320,7 +320,7 @@ def test_nothing_is_proven_of_a_centre_whatever_the_products_of_whole_parts_were
 
 
 def test_the_furthest_weights_within_the_bounds_are_found(seed):
-    """Beside a solver of linear programmes that knows nothing of the bounds' shape: all corners of a small case."""
+    """Beside all corners of a small case, found without a thought of the bounds' shape."""
     rng = np.random.default_rng(seed)
     for _ in range(50):
         shares = even_shares([int(count) for count in rng.integers(1, 40, size=4)])

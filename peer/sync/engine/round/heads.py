@@ -64,6 +64,9 @@ class Heads:
         self._with_us: tuple[Collection[PeerRecord], float] = (), 0.0
         """The others as they were when nobody stood but on our state or before it, and until when that is known to last."""
         self._deserted, self._idle, self._leaderless = Lasting(clock), Lasting(clock), Lasting(clock)
+        self._left_idle = ""
+        """The state that we left since nobody trained there: who still stands there without training has no say either, or three would each be led
+        back by the two others, for ever."""
         self._company_at = clock()
         """When somebody was live whom we have met, or who sealed what our certificate is of."""
         self._led: dict[str, bool] = {}
@@ -72,6 +75,8 @@ class Heads:
 
     def moved(self, state: State, *, fetched: bool = False) -> None:
         """Our state is `state` from now on. fetched: others made it, without us; who led us there may be a round ahead by now."""
+        if self._idle.has_lasted(IDLE_SECONDS):
+            self._left_idle = self._ours.digest
         if fetched:
             for digests in self._let_go.values():
                 if self._ours.digest in digests:
@@ -162,9 +167,8 @@ class Heads:
     def _ballot(
         self, one_is_enough: Callable[[Head, Collection[Claim]], bool], claims: Collection[Claim] | None = None, *, left_behind: bool = False
     ) -> Ballot:
-        everybody = self._claims.all() if claims is None else claims
-        if self._idle.has_lasted(IDLE_SECONDS):
-            everybody = [claim for claim in everybody if claim.trains or claim.head.digest != self._ours.digest]
+        idle = {self._left_idle, self._ours.digest} if self._idle.has_lasted(IDLE_SECONDS) else {self._left_idle}
+        everybody = [claim for claim in (self._claims.all() if claims is None else claims) if claim.trains or claim.head.digest not in idle]
         claims = [claim for claim in everybody if claim.peer in self._met or not self._broken(claim.peer)]
         leaderless = self._leaderless.has_lasted(DESERTED_SECONDS)
         if sure := self._on_the_branch(claims):
