@@ -231,11 +231,21 @@ async def _assist(
             upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
             auditor=auditor,
         )
+        say_goodbye(folder, stopped=stop.is_set())
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reports.delivered(), _LAST_REPORTS_SECONDS)
     finally:
         await end_tasks(*beside)
         await node.close()
+
+
+def say_goodbye(folder: Path, *, stopped: bool) -> None:
+    """Why the helper ends, and how to make a model of what it keeps. A log that just ends looks like a crash."""
+    why = "stopped as asked (the same command goes on)" if stopped else "the run is over"
+    if any((folder / "settled").glob("*.state")):
+        log.info("%s; dd-export --state %s --out model makes a model of the newest final state", why, folder)
+    else:
+        log.info("%s; this helper has no final state", why)
 
 
 def _known(joined: Joined) -> Known | None:
