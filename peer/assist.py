@@ -98,7 +98,7 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
     """Assist until the run's end, or until told to stop. resolve() asks for the run; given: what is said of it here. Raises UserError."""
     setup_logging(debug=peer.debug, name=Path(peer.output_dir).name, log_format=peer.log_format)
     warn_of_unused(peer)
-    stop = Stop().listen()
+    stop = Stop(after="").listen()
     torch.set_num_threads(1)
     folder = made(Path(peer.output_dir))
     with lock(folder):

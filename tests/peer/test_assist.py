@@ -99,6 +99,14 @@ def test_options_that_do_nothing_for_a_helper_are_named_in_one_line(tmp_path, mo
     assert [told for told in caplog.messages if "trains nothing" in told] == ["--assist trains nothing, and has no use for --base_precision, --cache_text"]
 
 
+def test_a_helper_that_is_told_to_stop_speaks_of_no_step(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(assist, "setup_logging", lambda **_: None)
+    monkeypatch.setattr(assist.Stop, "listen", lambda self: self)
+    monkeypatch.setattr(assist, "_assist_in", lambda *given: given[-1].hear(signal.SIGINT))
+    assist.assist(config(tmp_path), lambda: None)
+    assert "stopping; once more to stop at once." in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("over", "kept", "said"),
     [
