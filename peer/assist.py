@@ -98,7 +98,7 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
     """Assist until the run's end, or until told to stop. resolve() asks for the run; given: what is said of it here. Raises UserError."""
     setup_logging(debug=peer.debug, name=Path(peer.output_dir).name, log_format=peer.log_format)
     warn_of_unused(peer)
-    stop = Stop().listen()
+    stop = Stop(after="").listen()
     torch.set_num_threads(1)
     folder = made(Path(peer.output_dir))
     with lock(folder):
@@ -231,11 +231,21 @@ async def _assist(
             upload=Bucket(peer.max_upload_mbit) if peer.max_upload_mbit else None,
             auditor=auditor,
         )
+        say_goodbye(folder, stopped=stop.is_set())
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(reports.delivered(), _LAST_REPORTS_SECONDS)
     finally:
         await end_tasks(*beside)
         await node.close()
+
+
+def say_goodbye(folder: Path, *, stopped: bool) -> None:
+    """Why the helper ends, and how to make a model of what it keeps. A log that just ends looks like a crash."""
+    why = "stopped as asked (the same command goes on)" if stopped else "the run is over"
+    if any((folder / "settled").glob("*.state")):
+        log.info("%s; dd-export --state %s --out model makes a model of the newest final state", why, folder)
+    else:
+        log.info("%s; this helper has no final state", why)
 
 
 def _known(joined: Joined) -> Known | None:

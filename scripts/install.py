@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -134,6 +135,7 @@ def make_venv(venv: Path) -> None:
     if venv.is_symlink():
         raise SetupError(f"{venv} is a link, and what it leads to may be another's. Remove the link and run this again.", 2)
     if venv.exists():
+        say(f"deleting what is in {venv}")
         shutil.rmtree(venv)
     venv.mkdir()
     (venv / "setup.unfinished").touch()
@@ -149,10 +151,17 @@ def pip_install(venv: Path, *arguments: str) -> None:
     say(f"pip install {' '.join(arguments)}")
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace")
     heard = []
-    for line in process.stderr:
-        heard.append(line)
-        sys.stderr.write(line)
-    if process.wait():
+    try:
+        for line in process.stderr:
+            heard.append(line)
+            sys.stderr.write(line)
+        process.wait()
+    except KeyboardInterrupt:
+        # Left alone, pip would go on in an environment that the next run deletes and makes anew.
+        process.terminate()
+        process.wait()
+        raise
+    if process.returncode:
         if any(sign in line for sign in NETWORK_SIGNS for line in heard):
             raise SetupError("pip could not reach its package index. Check the network (or pip's index settings) and run this again.", 6)
         raise SetupError(f"pip install {' '.join(arguments)} failed; its reason is above. Mend that and run this again.")
@@ -231,6 +240,16 @@ def main(argv: list) -> int:
     return 0
 
 
+def interrupt(_number, _frame) -> None:
+    """SIGTERM and a closed terminal end set-up as Ctrl-C does, pip included."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
     os.umask(0o022)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP, and stays so
+            signal.signal(number, interrupt)
     sys.exit(main(sys.argv[1:]))

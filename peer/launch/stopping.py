@@ -29,10 +29,10 @@ def say(text: str) -> None:
 
 
 class Stop:
-    """Whether someone asked to stop; `Stop().listen()` takes over the signals of this process."""
+    """Whether someone asked to stop; `Stop().listen()` takes over the signals of this process. after: what is finished first."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, end_now: Callable[[int], object] = os._exit):
-        self._clock, self._end_now = clock, end_now
+    def __init__(self, clock: Callable[[], float] = time.monotonic, end_now: Callable[[int], object] = os._exit, after: str = " after this step"):
+        self._clock, self._end_now, self._after = clock, end_now, after
         self._asked: float | None = None
         self._begun = True
 
@@ -59,7 +59,7 @@ class Stop:
         now = self._clock()
         if self._asked is None:
             self._asked = now
-            say("stopping after this step; once more to stop at once." if self._begun else "stopped before it began.")
+            say(f"stopping{self._after}; once more to stop at once." if self._begun else "stopped before it began.")
             if not self._begun:
                 self._end_now(ExitCode.OK)  # an exception here, at any line of asyncio's, hung or was lost in 11 of 212 tries
         elif now - self._asked >= _SAME_WISH_SECONDS and number != signal.SIGHUP:  # who closes the terminal after Ctrl-C is in no hurry

@@ -48,7 +48,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--strangers", action="store_true", help="the run is for members; two attackers come who know a peer's address, and must change nothing"
     )
     parser.add_argument("--peers", type=int, default=2, metavar="N", help="peers at the start [2]")
-    parser.add_argument("--total_samples", type=int, default=32_768, metavar="N", help="end when N samples are in committed rounds [32,768]")
+    parser.add_argument(
+        "--total_samples",
+        type=int,
+        default=32_768,
+        metavar="N",
+        help="end when N samples are in committed rounds; with far fewer the digits are not read right, and the status is 1 [32,768]",
+    )
     parser.add_argument("--target_batch_size", type=int, default=1024, metavar="N", help="samples of the whole swarm per round [1,024]")
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port of the dataset server; 0: any free one [0]")
     parser.add_argument("--folder", type=Path, default=ROOT / "quickstart", help="where everything goes [quickstart, beside the code]")

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 MIN_ACCURACY = 0.9
+ENOUGH_SAMPLES = 32_768
+"""What the quickstart trains unless told otherwise: enough to be read right."""
 MIN_SHARE_OF_ROUNDS = 0.9
 FAIR_SHARE = 0.4  # of an equal share: with two peers, at least 20 % of a round's samples from each
 
@@ -135,7 +137,8 @@ def shortcomings(result: Mapping[str, Any], *, churn: bool, strangers: bool = Fa
     """What is not as it should be, one sentence each; [] when all is well."""
     found = []
     if result["digit_accuracy"] < MIN_ACCURACY:
-        found.append(f"The judge reads only {result['digit_accuracy']:.0%} of the digits right; {MIN_ACCURACY:.0%} is asked for.")
+        few = f" {total_samples:,} samples are few: {ENOUGH_SAMPLES:,}, the default, are enough." if total_samples < ENOUGH_SAMPLES else ""
+        found.append(f"The judge reads only {result['digit_accuracy']:.0%} of the digits right; {MIN_ACCURACY:.0%} is asked for.{few}")
     if result["unequal_rounds"]:
         found.append(f"Peers held different states after round {result['unequal_rounds'][0]}.")
     elif not result["digests_equal"]:

@@ -1,6 +1,7 @@
 """`dd-peer --assist` as a program, and what it tells a real dataset server. What it does in a swarm: tests/peer/sync/test_assistant.py."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -21,6 +22,7 @@ from peer.launch.joining import Joined
 from peer.sync.engine.assistant import Known
 from peer.sync.engine.state import Head
 from swarm.errors import ExitCode, UserError
+from swarm.identity import Identity
 from swarm.ports import free_port
 from swarm.run_config import RunConfig
 from swarm.tasks import end_tasks
@@ -95,6 +97,55 @@ def test_options_that_do_nothing_for_a_helper_are_named_in_one_line(tmp_path, mo
     for options in ({}, {"offload": True}, {"base_precision": "int8", "cache_text": True}):
         assist.assist(dataclasses.replace(config(tmp_path), **options), lambda: None)
     assert [told for told in caplog.messages if "trains nothing" in told] == ["--assist trains nothing, and has no use for --base_precision, --cache_text"]
+
+
+def test_a_helper_that_is_told_to_stop_speaks_of_no_step(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(assist, "setup_logging", lambda **_: None)
+    monkeypatch.setattr(assist.Stop, "listen", lambda self: self)
+    monkeypatch.setattr(assist, "_assist_in", lambda *given: given[-1].hear(signal.SIGINT))
+    assist.assist(config(tmp_path), lambda: None)
+    assert "stopping; once more to stop at once." in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("over", "kept", "said"),
+    [
+        (True, True, "the run is over; dd-export --state {} --out model makes a model of the newest final state"),
+        (False, True, "stopped as asked (the same command goes on); dd-export --state {} --out model makes a model of the newest final state"),
+        (False, False, "stopped as asked (the same command goes on); this helper has no final state"),
+    ],
+)
+def test_a_helper_that_ends_says_why_and_what_to_do_with_what_it_keeps(tmp_path, monkeypatch, caplog, over, kept, said):
+    """Before, the log of a helper whose run was over just ended."""
+
+    class Node:
+        peer_id = "QmHelper"
+
+        async def maddrs(self):
+            return []
+
+        async def close(self):
+            pass
+
+    async def take_part(*, stop, **_):
+        if not over:
+            stop.set()
+        if kept:
+            (tmp_path / "settled").mkdir()
+            (tmp_path / "settled" / "round-00000001.state").touch()
+
+    monkeypatch.setattr(assist, "take_part", take_part)
+    monkeypatch.setattr(assist, "show", lambda *_: None)
+    peer, joined = config(tmp_path), Joined(RunConfig(model="x", target_batch_size=64))
+    Identity(peer.identity_file).close()
+
+    async def scenario():
+        with contextlib.ExitStack() as shown:
+            await assist._assist(peer, {}, tmp_path, joined, Node(), None, asyncio.Event(), shown)
+
+    with caplog.at_level("INFO"):
+        asyncio.run(scenario())
+    assert said.format(tmp_path) in caplog.messages
 
 
 def test_the_run_known_from_before_is_gone_on_with_when_nobody_answers(tmp_path, caplog):

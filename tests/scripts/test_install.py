@@ -25,6 +25,11 @@ if sys.argv[1:2] == ["show"]:
     sys.exit(1)
 if "install" in sys.argv and os.environ.get("PIP_FAILS"):
     sys.exit(os.environ["PIP_FAILS"])
+if "install" in sys.argv and os.environ.get("PIP_IS_ENDED"):
+    import signal, time
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(20)
+    pathlib.Path(os.environ["PIP_IS_ENDED"]).touch()
 """
 VENV_WITHOUT_PIP = """\
 import atexit, pathlib, runpy, sys, sysconfig
@@ -110,6 +115,15 @@ def test_an_interrupted_set_up_is_started_over(set_up, checkout):
     (checkout / ".venv" / "half-installed").touch()
     again = set_up()
     assert again.returncode == 0 and "making" in again.stdout and not (checkout / ".venv" / "half-installed").exists()
+
+
+def test_a_set_up_that_is_asked_to_end_ends_its_pip(set_up, checkout, tmp_path):
+    """It would otherwise go on installing into what the next run deletes and makes anew."""
+    done = set_up(PIP_IS_ENDED=str(tmp_path / "went on"))
+    assert done.returncode == 130 and not (tmp_path / "went on").exists()
+    assert done.stderr.splitlines()[-1] == "error: Set-up was interrupted. Run it again: it starts over."
+    again = set_up()
+    assert again.returncode == 0 and f"deleting what is in {checkout / '.venv'}" in again.stdout
 
 
 def test_an_environment_made_by_someone_else_is_not_thrown_away(set_up, checkout):

@@ -174,6 +174,13 @@ def test_each_shortcoming_of_the_plain_run_is_said_in_words(change, words):
     assert words in failure
 
 
+def test_a_run_that_was_made_short_is_said_to_be_why_few_digits_are_read_right():
+    (failure,) = results.shortcomings(GOOD | {"digit_accuracy": 0.06}, churn=False, total_samples=8192)
+    assert failure.endswith("8,192 samples are few: 32,768, the default, are enough.")
+    (failure,) = results.shortcomings(GOOD | {"digit_accuracy": 0.06}, churn=False, total_samples=32_768)
+    assert "few" not in failure
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"caught_up": False}, "late peer"), ({"killed_at_round": None}, "not killed"), ({"rounds_after_kill": 0}, "No round")],

@@ -228,7 +228,7 @@ class Machine:
         free = available_bytes()
         check_memory(needs, free)
         self.learner = learner
-        return f"{advice.size(sum(needs.values()) + SIDECAR_BYTES)} needed besides the loaded model, {advice.size(free)} free; {trained / 1e6:,.1f} M parameters are trained{fitting}"
+        return f"{advice.size(sum(needs.values()) + SIDECAR_BYTES)} needed besides the loaded model, {advice.size(free)} free; {trained:,} parameters are trained{fitting}"
 
     def _fit(self) -> str:
         """What the run needs of the GPU's memory, counted before the model is loaded; the options of --fit auto are taken."""
@@ -264,7 +264,7 @@ class Machine:
         step = measure_step(self.learner, self.run(), self.peer, self.step_seconds, self.say)
         self.step_left_behind = False
         return (
-            f"{step.seconds:.2f} s for a step of {step.samples} pictures at {self.run().resolution} px: {step.samples / step.seconds:.2f} samples/s "
+            f"{step.seconds:.2f} s for a step of {step.samples} picture{'s' * (step.samples != 1)} at {self.run().resolution} px: {step.samples / step.seconds:.2f} samples/s "
             f"on {step.where}"
         )
 

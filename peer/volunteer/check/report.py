@@ -60,6 +60,7 @@ def run(items: Sequence[Item], out: TextIO, clock: Callable[[], float] = time.mo
         if answer.mark == FAIL:
             failed.append(item.name)
             code = code or answer.code
-    said = f"this machine cannot take part yet: {', '.join(failed)}" if failed else "this machine can take part"
+    can = "this machine can take part; join with --datasetserver (or --peers) in place of --check"
+    said = f"this machine cannot take part yet: {', '.join(failed)}" if failed else can
     print(f"{said} (asked for {clock() - began:.0f} s; nothing was trained, leased or kept)", file=out, flush=True)
     return code

@@ -103,4 +103,5 @@ def _where(learner: Any) -> str:
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         return f"{torch.cuda.get_device_name(device)}, mixed_precision {learner.precision.reason}; {peak:.1f} GiB of its memory at most"
-    return f"{device.type}, {torch.get_num_threads()} threads, mixed_precision {learner.precision.reason}"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' * (threads != 1)}, mixed_precision {learner.precision.reason}"

@@ -374,10 +374,12 @@ def test_a_machine_that_can_take_part_is_told_so_and_nothing_is_left_behind(tmp_
             "DHT",
             "clock",
         ]
-        assert all(line.startswith(OK) for line in text[:10]) and "this machine can take part" in text[-1]
+        assert all(line.startswith(OK) for line in text[:10]) and "this machine can take part; join with --datasetserver" in text[-1]
         assert (
             "samples/s on cpu" in text[6]
-            and " threads, mixed_precision " in text[6]
+            and " for a step of 1 picture at " in text[6]
+            and re.search(r" (1 thread|[2-9]\d* threads|1\d+ threads), mixed_precision ", text[6])
+            and re.search(r" [1-9][\d,]* parameters are trained", text[5])
             and "from the server" in text[7]
             and "joined" in text[8]
         )
