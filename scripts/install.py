@@ -159,7 +159,10 @@ def pip_install(venv: Path, *arguments: str) -> None:
     except KeyboardInterrupt:
         # Left alone, pip would go on in an environment that the next run deletes and makes anew.
         process.terminate()
-        process.wait()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
         raise
     if process.returncode:
         if any(sign in line for sign in NETWORK_SIGNS for line in heard):
