@@ -82,6 +82,7 @@ def _train(peer: PeerConfig, given: dict) -> int:
         begins = asked.before_it_begins if rank.world == 1 else nullcontext  # where one of several ranks ended, the others would fail
         with begins():
             joined = group.broadcast_object(resolve_run(peer.unmeasured, given) if group.is_main else None)
+        log.info("%s: loading %s", f"the run '{joined.run.run_name}'" if peer.swarming else "training alone", joined.run.model)
         from peer.launch.fitted import advised, fitted
 
         peer = fitted(peer, joined, given, device, rank)

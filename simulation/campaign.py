@@ -70,7 +70,7 @@ def mixed(seed: int) -> Scenario:
         scenario = replace(scenario, liars=random.Random(f"{seed} liars").randint(1, 4), peers=max(scenario.peers, 3))
     if random.Random(f"{seed} averaging").random() < 0.3:
         scenario = replace(scenario, averaging="centered")
-    if scenario.members and scenario.averaging == "mean" and random.Random(f"{seed} wrong mean").random() < _WITH_A_LIAR:
+    if scenario.members and random.Random(f"{seed} wrong mean").random() < _WITH_A_LIAR:
         scenario = replace(scenario, wrong_mean=True, peers=max(scenario.peers, 3))
     helpers = random.Random(f"{seed} helpers")
     if helpers.random() < _WITH_HELPERS and not scenario.is_beset:

@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,14 +112,15 @@ async def assist(
 
     known: what the server knew when we came; ask: what it knows now, None when it does not answer. Raises UserError.
     """
-    members = members or Members(run, wall=wall)
+    members, end = members or Members(run, wall=wall), end or End(run)
     node.admit(members)
     buffers = buffers_on(state_on, folder / "state")
     older = bool(states_limit)  # else the archive has them all
     store = StateStore(folder / "state", keep=_STORED, bans=members.bans, older=older, wall=wall, buffers=buffers)
     archive = Archive(folder / "settled", store, states_limit)
     strategy = load_strategy(f"peer.sync.{run.sync}:strategy", run)
-    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json", archive))
+    alone = partial(_refuse_when_over, run, end, ask) if ask else None
+    finding = asyncio.create_task(_stored_or_fetched(run, strategy, node, members, store, folder / "kind.json", archive, alone))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,13 +170,27 @@ async def _end_when_over(run: RunConfig, replica: Replica, ask: Callable[[], Awa
                 refuse_when_over(run, replica.end, known.head, known.holders)
 
 
+async def _refuse_when_over(run: RunConfig, end: End, ask: Callable[[], Awaitable[Known | None]]) -> None:
+    """Raises UserError where nobody is there, and the server says that the run is over."""
+    if known := await ask():
+        end.extend(known.extension)
+        refuse_when_over(run, end, known.head, known.holders)
+
+
 def _lacks_givers(replica: Replica, ours: Head) -> bool:
     """Whether nobody who is live trains, or has a later state."""
     return not any(record.phase != ASSIST or better(head_of(record), ours) for record in replica.neighbours.others())
 
 
 async def _stored_or_fetched(
-    run: RunConfig, strategy: Strategy, node: SwarmNode, members: Members, store: StateStore, path: Path, archive: Archive
+    run: RunConfig,
+    strategy: Strategy,
+    node: SwarmNode,
+    members: Members,
+    store: StateStore,
+    path: Path,
+    archive: Archive,
+    alone: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[Kind, list[State]]:
     """What a state looks like, and one to begin with; in a list, so that nobody holds its memory for as long as the process lives."""
     kind = Kind.read(path)
@@ -184,7 +200,7 @@ async def _stored_or_fetched(
     if state is None:
         known = kind
         first = FirstState(run, strategy, node, members, discarded=store.discarded, buffers=store.buffers)
-        kind, state = await first.found(_WAITING, lambda kind: _check_memory(run, strategy, kind, store.buffers))
+        kind, state = await first.found(_WAITING, lambda kind: _check_memory(run, strategy, kind, store.buffers), alone)
         if known is None and (stored := _stored(run, strategy, kind, store, archive)) and better(stored.head, state.head):
             state = stored  # only the kind was lost
         try:

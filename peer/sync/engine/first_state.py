@@ -4,7 +4,8 @@ import asyncio
 import collections
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.certificate import Seals, Shown, judged
@@ -53,9 +54,14 @@ class FirstState:
         self._streams, self._seals = Streams(node, members=members), Seals(run, node, members)
         self._failures: collections.Counter[str] = collections.Counter()
 
-    async def found(self, waiting: str, check: Callable[[Kind], None] = lambda kind: None) -> tuple[Kind, State]:
-        """The best state, and what it looks like; waits until somebody is there who has one, and says so: `waiting`. check: may refuse its kind."""
-        clock, told = asyncio.get_running_loop().time, -_TOLD_EVERY_SECONDS
+    async def found(
+        self, waiting: str, check: Callable[[Kind], None] = lambda kind: None, alone: Callable[[], Awaitable[None]] | None = None
+    ) -> tuple[Kind, State]:
+        """The best state, and what it looks like; waits until somebody is there who has one, and says so: `waiting`.
+
+        check: may refuse its kind. alone: called each minute for which nobody has been there; may raise UserError.
+        """
+        clock, told = asyncio.get_running_loop().time, -math.inf
         while True:
             records = await self._records()
             peers = [record.peer_id for record in records]
@@ -67,6 +73,8 @@ class FirstState:
                 with contextlib.suppress(PeerLost, BadState):
                     return kind, await self._fetch(kind, alike)
             if clock() - told >= _TOLD_EVERY_SECONDS:
+                if alone and not records and told > -math.inf:
+                    await alone()
                 told = clock()
                 log.info("%s", waiting)
             await asyncio.sleep(LOOK_SECONDS)

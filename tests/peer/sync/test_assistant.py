@@ -11,13 +11,13 @@ from peer.contracts import CommittedRound, Member
 from peer.results.exporting import find
 from peer.results.fetching import fetch_state
 from peer.sync.engine import assistant, first_state
-from peer.sync.engine.assistant import assist
+from peer.sync.engine.assistant import Known, assist
 from peer.sync.engine.cell import Phase
 from peer.sync.engine.first_state import FirstState, _choices
 from peer.sync.engine.net import neighbours
 from peer.sync.engine.net.messages import BadMessage
 from peer.sync.engine.round.groups import rank
-from peer.sync.engine.state import next_state
+from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.transfer.archive import Archive
 from peer.sync.engine.transfer.disk import StateStore, read_state
 from peer.sync.engine.transfer.download import CHUNKS
@@ -48,8 +48,8 @@ class Helper:
         self.stop, self.final_rounds = asyncio.Event(), []
         self.task = asyncio.create_task(
             assist(
-                run=RUN, node=node, folder=self.folder, stop=self.stop, final=self.final_rounds.extend, states_limit=limit,
-                wall=nodes.wall, rng=nodes.rng, **options,
+                node=node, folder=self.folder, stop=self.stop, final=self.final_rounds.extend, states_limit=limit,
+                wall=nodes.wall, rng=nodes.rng, **{"run": RUN} | options,
             )
         )  # fmt: skip
         nodes.ends_with_the_test(self.task)
@@ -226,6 +226,24 @@ def test_a_helper_waits_for_the_first_peer_that_trains_and_can_be_stopped_meanwh
         await until(lambda: "waiting for the first peer that trains" in caplog.text)
         await helper.end()
         assert not helper.rounds()
+
+    virtual(scenario)
+
+
+def test_a_helper_that_comes_when_the_run_is_over_and_all_have_gone_ends_with_a_reason(virtual):
+    run, answers = make_run(sync="parameters", total_samples=64), [None, Known(Head("e" * 64, 32)), Known(Head("e" * 64, 64), ("QmHolder123",))]
+    asked = []
+
+    async def ask():
+        asked.append(len(asked))
+        return answers[asked[-1]]
+
+    async def scenario(nodes):
+        helper = Helper(nodes, await nodes.node(), run=run, ask=ask)
+        with pytest.raises(UserError, match=r"is over: all 64 samples .* one of the peers that had it: der123"):
+            await helper.task
+        assert asked == [0, 1, 2], "no answer, and a run that goes on, end nobody"
+        await helper.node.close()
 
     virtual(scenario)
 
