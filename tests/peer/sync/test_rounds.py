@@ -40,7 +40,7 @@ class Swarm:
             self.company.answered(peer)
         node = SimpleNamespace(peer_id="us", client_mode=False)
         outer = SimpleNamespace(wire=SimpleNamespace(num_bytes=0), strategy=Parameters(), buffers=IN_MEMORY)
-        reception = SimpleNamespace(standing=None, heard=None)
+        reception = SimpleNamespace(standing=None, heard=None, failed=lambda group: None)
         next_round = NextRound(RUN, None, self.neighbours, Cell(STATE, Bell(), clock), lambda: self.now)
         phase = Cell(Phase.GROUP, Bell(), clock)
         self.rounds = Rounds(RUN, None, node, None, self.neighbours, self.company, outer, phase, reception, next_round, clock=clock)

@@ -333,6 +333,8 @@ def test_the_furthest_weights_within_the_bounds_are_found(seed):
                 corner = np.where(full, most, 0.0)
                 corner[last] = total - (corner.sum() - corner[last])
                 corners += [corner @ pulls] if 0 <= corner[last] <= most[last] else []
+            corner = np.where(full, most, 0.0)
+            corners += [corner @ pulls] if LEAST_OF_ALL <= corner.sum() <= 1 else []
         assert corners and best @ pulls == pytest.approx(max(corners))
 
 
