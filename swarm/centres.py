@@ -18,7 +18,7 @@ half of the way. So a weight is at most share * (1 + 1/2 + 1/4), and the sum at 
 _LOOKS = 50
 """Whoever is found out mostly is with the first. Of 24 members' values one takes 0.5 ms, and a false proof must not hold up who reads it."""
 _NEAR = 1.25
-"""Times the slack: whoever is as near as that has nothing to fear, and need not be looked at for longer. The weights that fit best are as near."""
+"""Times the slack. A mean that is as near as that to what some weights make is right, and the search ends. The best weights are as near."""
 
 
 def is_no_centre(shares: Sequence[float], sent: Values, mean: Values, slack: Values) -> bool:
@@ -45,7 +45,7 @@ def is_no_centre(shares: Sequence[float], sent: Values, mean: Values, slack: Val
 
 
 def _furthest(most: Values, pulls: Values) -> Values:
-    """The weights within the bounds that go furthest along a direction, of which `pulls` is how far each member goes."""
+    """The weights within the bounds that go furthest along a direction. pulls: how far each member's values go along it."""
     weights, left = np.zeros_like(most), 1.0
     for index in np.argsort(-pulls, kind="stable"):
         enough = left if pulls[index] > 0 else left - (1.0 - LEAST_OF_ALL)

@@ -107,7 +107,7 @@ def test_a_seed_plays_the_same_to_the_byte_in_two_processes(elsewhere):
 
 
 def test_no_part_of_a_world_has_dice_or_a_clock_that_its_seed_did_not_give_it(monkeypatch):
-    """Two that assist for members drew with dice of their own whom to tell what the host had said: seed 64000597 gave one of two traces."""
+    """Helpers drew which of the host's words to hand on, with dice that no seed had made. So seed 64000597 gave one of two traces."""
     unseeded, real = [], []
     of_budgets = Budget.__init__
 

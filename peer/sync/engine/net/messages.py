@@ -292,7 +292,7 @@ class InputPart(Message):
 class MeanPart(Message):
     """With the encoded mean of one part: the sum of squares of its values. In a run for members, with the last part of a share: the
     digest of the inputs that it was made of, its reducer's signature, and the public key that made it. made_of: those inputs themselves, where a
-    group is small enough to be checked; whoever had to ask for them later would never see those of a liar."""
+    group is small enough to be checked. A liar that was asked for them later would not answer."""
 
     square: Annotated[Measured, Field(ge=0, le=_LARGEST_SQUARE)]
     inputs: Text = ""
