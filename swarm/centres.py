@@ -30,8 +30,8 @@ def is_no_centre(shares: Sequence[float], sent: Values, mean: Values, slack: Val
         if (abs(left) <= _NEAR * slack).all():
             return False
         beyond = np.sign(left) * np.maximum(abs(left) - slack, 0.0)
-        # Along `beyond` the mean is ahead of what these weights make by (slack + |beyond|) * |beyond|, of which rounding explains the slack.
-        # What is left must be more than the best weights are ahead of these: then it is ahead of all that there can be.
+        # Along `beyond` the mean is ahead of what these weights make. Rounding explains the slack; |beyond|^2 is left.
+        # If that is more than the best weights are ahead of these, no weights make the mean.
         pulls = sent @ beyond
         way = _furthest(most, pulls) - weights
         gain = way @ pulls
