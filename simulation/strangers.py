@@ -72,10 +72,6 @@ class SimBand(Band):
             self.strangers.append(SimStranger(self._world, self.process, self.rng, self._draw(), member=self._members > 0))
         return self.strangers
 
-    async def come_as(self, key: _Key) -> Stranger:
-        self.strangers.append(SimStranger(self._world, self.process, self.rng, key.peer_id, member=self._members > 0))
-        return self.strangers[-1]
-
     def _draw(self) -> str:
         return f"Qm{hashlib.sha256(self.rng.randbytes(16)).hexdigest()[:44]}"
 

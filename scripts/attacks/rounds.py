@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from peer.sync.engine.codec import Part, Wire
-from peer.sync.engine.round.averaging import share_out
+from peer.sync.engine.round.groups import share_out
 from scripts.attacks.band import Band
 from scripts.attacks.wire import CALL, JOIN, KIND, REDUCE, Frames, Gone, Record, Stranger, newest
 from swarm.digest import digest_json
@@ -21,7 +21,6 @@ from swarm.statements import input_statement
 
 _LOOK_SECONDS = 0.4
 _MOST_REDIRECTS = 4
-_KEYS_DRAWN = 200
 
 
 class Guest:
@@ -157,10 +156,9 @@ async def contribute(band: Band, sends: Contributes | None, states: Callable[[Gu
 
 
 async def _to_reducers(guest: Guest, parent: str, group: Record, sends: Contributes) -> None:
-    shares = share_out(guest.wire.parts, len(group["reducers"]))
-    parts = [[guest.wire.parts[index] for index in share] for share in shares]
-    going = [_to_reducer(guest, peer, group_id(parent, group), mine, sends) for peer, mine in zip(group["reducers"], parts, strict=True)]
-    await asyncio.gather(*going)
+    shares = share_out(parent, group["reducers"], guest.wire.parts)
+    parts = {peer: [guest.wire.parts[index] for index in share] for peer, share in shares.items()}
+    await asyncio.gather(*[_to_reducer(guest, peer, group_id(parent, group), mine, sends) for peer, mine in parts.items()])
 
 
 async def _to_reducer(guest: Guest, reducer: str, name: str, parts: list[Part], sends: Contributes) -> None:
@@ -292,7 +290,7 @@ class Reducer:
         self._told: dict[tuple[str, int], Mean] = {}
 
     async def run(self) -> None:
-        stranger = await self._well_placed()
+        (stranger,) = await self.band.come()
         guest = self.enters_as(self.band, stranger, comes=self._comes, waiting_samples=0, samples_per_second=0.0, phase="assist")
         await stranger.serve(REDUCE, self._reduce)
         await guest.settle_in()
@@ -307,15 +305,6 @@ class Reducer:
         finally:
             seen.cancel()
 
-    async def _well_placed(self) -> Stranger:
-        """An identity whose share is the largest that there is: shares go by the order of ids, and whoever draws keys has its choice."""
-        (scout,) = await self.band.come()
-        honest = list(await self.band.honest())
-        wire = await learn_wire(self.band, scout, honest)
-        shares = [sum(wire.parts[index].num_bytes for index in share) for share in share_out(wire.parts, len(honest) + 1)]
-        keys = self.band.draw_keys(_KEYS_DRAWN)
-        return await self.band.come_as(max(keys, key=lambda key: shares[sorted([*honest, key.peer_id]).index(key.peer_id)]))
-
     @staticmethod
     def _comes(guest: Guest, peer: str, parent: str) -> Record:
         # Where it would have to lead, it is elsewhere: an honest leader's group is all that it needs.
@@ -324,7 +313,7 @@ class Reducer:
     async def _take_part(self, guest: Guest) -> None:
         parent = guest.onto
         group = await guest.join({"parent": parent, "number": 0, "samples": 0, "norm": 0.0, "reduces": True})
-        share = share_out(guest.wire.parts, len(group["reducers"]))[group["reducers"].index(guest.stranger.peer_id)]
+        share = share_out(parent, group["reducers"], guest.wire.parts)[guest.stranger.peer_id]
         senders = {member[0] for member in group["members"]}
         self._shares[group_id(parent, group)] = [guest.wire.parts[index] for index in share], senders
 

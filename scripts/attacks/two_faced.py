@@ -15,7 +15,6 @@ from torch import Tensor
 from peer.contracts import Member
 from peer.sync.engine.codec import Part, square_norm
 from peer.sync.engine.net.streams import PeerLost
-from peer.sync.engine.round.averaging import share_out
 from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.equivocation import SHARES
 from peer.sync.engine.round.groups import Group
@@ -62,7 +61,7 @@ class Signing(Reducer):
         parent, draw = guest.onto, f"{self.band.rng.getrandbits(64):016x}"
         ticket = {"parent": parent, "number": 0, "samples": 0, "norm": 0.0, "reduces": True, "draw": draw}
         group = _group(parent, await guest.join(ticket))
-        share = share_out(guest.wire.parts, len(group.reducers))[group.reducers.index(guest.stranger.peer_id)]
+        share = group.shares(guest.wire.parts)[guest.stranger.peer_id]
         if not share:
             return
         reduction = self._reduction(guest, group, share)
@@ -164,7 +163,7 @@ class Framing:
 
     async def listen(self, guest: Guest, reducer: str, group: Group) -> None:
         """Take a share's mean, as who assists does."""
-        share = share_out(guest.wire.parts, len(group.reducers))[group.reducers.index(reducer)]
+        share = group.shares(guest.wire.parts)[reducer]
         with contextlib.suppress(Gone):
             frames, given, said = await guest.stranger.open(reducer, REDUCE), Given(), {}
             with contextlib.closing(frames):

@@ -30,7 +30,7 @@ from swarm.daemon import Daemon
 from swarm.dht import RUNS_KEY, Identity
 from swarm.peer_key import peer_id_of
 
-CALL, JOIN, REDUCE = "distributed-diffusion.call.4", "distributed-diffusion.join.4", "distributed-diffusion.reduce.4"
+CALL, JOIN, REDUCE = "distributed-diffusion.call.5", "distributed-diffusion.join.5", "distributed-diffusion.reduce.5"
 HEAD, CHUNKS, KIND = "distributed-diffusion.head.1", "distributed-diffusion.chunks.1", "distributed-diffusion.kind.1"
 CERTIFICATE = "distributed-diffusion.certificate.1"
 DIAL_ME = "distributed-diffusion.dial-me.1"
@@ -183,11 +183,9 @@ class Stranger:
     @classmethod
     @contextlib.asynccontextmanager
     async def come(
-        cls, address: str, folder: Path, rng: random.Random, name: str = "stranger", key: Key | None = None
+        cls, address: str, folder: Path, rng: random.Random, name: str = "stranger"
     ) -> AsyncIterator["Stranger"]:
-        """All that it knows is one peer's address. key: its identity's, of its own choice."""
-        if key is not None:
-            (folder / f"{name}.key").write_bytes(key.identity())
+        """All that it knows is one peer's address."""
         identity = Identity(folder / f"{name}.key")
         places = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "dht_mode": "server", "force_reachability": "public"}
         daemon = await Daemon.start(initial_peers=[address], identity_path=str(identity.path), **places)

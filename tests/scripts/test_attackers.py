@@ -14,7 +14,7 @@ import torch
 from peer.audit.tally import LEAST_ROUNDS, Tally
 from peer.config import PeerConfig
 from peer.contracts import SyncReport
-from peer.sync.engine.codec import PART_ELEMENTS, Wire, add_up, rough_square
+from peer.sync.engine.codec import LEAST_ELEMENTS, Wire, add_up, rough_square
 from peer.sync.engine.round.share_seals import part_hash
 from peer.sync.engine.state import first_state
 from peer.sync.engine.vectors import Schema, flatten
@@ -180,7 +180,7 @@ class Frames:
 
 def test_with_its_last_part_a_contribution_is_signed_as_members_sign():
     """A run for members takes none without that, so no member's lie would come to a mean."""
-    key, wire, came = Key(), Wire("fp16", 2 * PART_ELEMENTS), []
+    key, wire, came = Key(), Wire("fp16", 2 * LEAST_ELEMENTS), []
 
     async def send(header, data):
         came.append((header, data))

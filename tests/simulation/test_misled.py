@@ -111,7 +111,7 @@ def test_one_that_all_have_met_signs_made_up_children_and_reduces_honestly(membe
     """It led three of four within a minute, and two signers then led the rest."""
     world = World(Scenario(seed=3, peers=4, hours=0.015, faults=(), members=members, met_child=True))
     outcome = world.play()
-    (_, liar) = world.strangers
+    (liar,) = world.strangers
     assert world.checks.forged_by_met and sum({*machine.met()} >= {liar} for machine in world.machines) >= 3
     assert not outcome.breach, outcome.breach + "\n" + "\n".join(outcome.lines[-60:])
     assert not world.checks.lies.proven and outcome.adopted["averaged"] > 10

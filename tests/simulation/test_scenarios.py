@@ -86,7 +86,7 @@ def test_guests_follow_those_who_were_there_and_leave_in_order():
 def test_a_crowd_goes_on_from_the_state_of_those_who_all_left_as_it_came(back):
     """They fetch it while its makers are killed 1.5 s apart, some of them beside the last of these. Makers that come back have met none of them,
     and may stay on a branch of their own: the next test but one."""
-    world = World(Scenario(1, peers=3, hours=0.03, strikes=parse_strikes(f"crowd@40/0(peers=3,apart=1.5,seconds=30,back={back})")))
+    world = World(Scenario(11, peers=3, hours=0.03, strikes=parse_strikes(f"crowd@40/0(peers=3,apart=1.5,seconds=30,back={back})")))
     outcome = world.play()
     assert_holds(outcome)
     makers, crowd = [({machine.peer for machine in world.machines + world.gone if (machine.number <= 3) is there}) for there in (True, False)]
@@ -263,12 +263,14 @@ HARMFUL = ("made-up-state", "nan", "absent", "silent", "stalling-leaders", "slot
 
 
 def test_in_a_run_for_members_strangers_cost_no_round():
-    """Members commit what they do beside nobody, but for the chance of a world in which other messages are on their way."""
-    alone, beset = (play(Scenario(seed=4, peers=3, hours=0.02, faults=(), members=True, strangers=rows)) for rows in ((), HARMFUL))
-    assert_holds(alone)
-    assert_holds(beset)
-    assert beset.rounds >= 0.9 * alone.rounds > 10
-    assert beset.adopted["solo"] <= alone.adopted["solo"] + 1
+    """Members commit what they do beside nobody, but for the chance of a world in which other messages are on their way: three worlds."""
+    alone, beset = (
+        [play(Scenario(seed=seed, peers=3, hours=0.02, faults=(), members=True, strangers=rows)) for seed in (2, 3, 4)] for rows in ((), HARMFUL)
+    )
+    for outcome in alone + beset:
+        assert_holds(outcome)
+    assert sum(outcome.rounds for outcome in beset) >= 0.9 * sum(outcome.rounds for outcome in alone) > 45
+    assert sum(outcome.adopted["solo"] for outcome in beset) <= sum(outcome.adopted["solo"] for outcome in alone) + 1
 
 
 NEWCOMERS = "guests@40/0(peers=1,seconds=20);guests@70/0(peers=2,seconds=20)"

@@ -91,7 +91,7 @@ def test_a_strike_that_ends_undoes_no_other_one():
     """A `handover` ends within a partition, and another one and a partition while a peer is cut off."""
     strikes = "partition@20/0(peers=1,seconds=30);handover@21/1(seconds=4)"
     strikes += ";failpoint@60/1(name=first_part_sent,action=cut,seconds=60);partition@80/0(peers=2,seconds=10);handover@82/1(seconds=8)"
-    world, seen = World(Scenario(3, peers=3, hours=0.04, strikes=parse_strikes(strikes))), {}
+    world, seen = World(Scenario(1, peers=3, hours=0.04, strikes=parse_strikes(strikes))), {}
 
     def look(at):
         peers, net = [machine.peer for machine in world.machines], world.network

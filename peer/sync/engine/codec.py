@@ -18,7 +18,10 @@ from peer.sync.engine.vectors import Schema
 from swarm.slices import Layout
 
 PART_ELEMENTS = 256 << 10
-"""512 KiB at fp16: small enough to pipeline and to stay in a core's cache, large enough that Python's share stays small."""
+"""At most. 512 KiB at fp16: small enough to pipeline and to stay in a core's cache, large enough that Python's share stays small."""
+LEAST_ELEMENTS = 16 << 10
+_PARTS = 32
+"""So many at least, of a vector that is long enough: each of as many reducers then has some. A learned word has one part."""
 _FP16_MAX = 65504.0
 _LARGEST = 2.0**100
 """Of a value in blocks, and of a scale: no product of a code and a scale, and no sum of such products, overflows float32."""
@@ -210,10 +213,11 @@ class Wire:
     def __init__(self, name: str, big: int, small: int = 0):
         codec, fallback = _CODECS[name]
         self.name, self.sizes, self.size = name, (big, small), big + small
+        longest = min(PART_ELEMENTS, LEAST_ELEMENTS * max(1, self.size // (_PARTS * LEAST_ELEMENTS)))
         parts: list[Part] = []
         for start, end, of in ((0, big, codec), (big, big + small, fallback)):
-            for first in range(start, end, PART_ELEMENTS):
-                last, begin = min(first + PART_ELEMENTS, end), parts[-1].stop if parts else 0
+            for first in range(start, end, longest):
+                last, begin = min(first + longest, end), parts[-1].stop if parts else 0
                 parts.append(Part(first, last, begin, begin + of.num_bytes(last - first), of))
         self.parts = tuple(parts)
         self.num_bytes = parts[-1].stop if parts else 0

@@ -19,9 +19,8 @@ from peer.samples.encoding import Encoder
 from peer.sync.engine import codec
 from peer.sync.engine.codec import Wire
 from peer.sync.engine.round import reduction
-from peer.sync.engine.round.averaging import share_out
 from peer.sync.engine.round.excerpts import Excerpts
-from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.groups import Group, share_out
 from peer.sync.engine.round.reduction import Reduction, Run
 from peer.sync.engine.state import first_state
 from peer.sync.engine.vectors import Flat, Schema, flatten
@@ -155,7 +154,7 @@ def test_a_share_shows_the_same_of_a_work_that_is_turned_round(tiny_model, small
     toy = Toy(tiny_model)
     toy.begin()
     brought = {"honest": (change := toy.contribution(toy.right)), "turned round": -change}
-    for share in share_out(toy.wire.parts, 2):
+    for share in share_out("parent", ("a", "b"), toy.wire.parts).values():
         kept = toy.reduced(brought, share)
         assert len(kept.parts) == len(share) < len(toy.wire.parts)
         found = toy.measuring().losses(toy.state, kept.parts, kept.of)

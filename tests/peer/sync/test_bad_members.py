@@ -17,7 +17,7 @@ from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import Liar, check_invariants, make_run, peers
 from tests.peer.sync.swarm_tools import ANYTHING, until
 
-CALL, JOIN, REDUCE = "distributed-diffusion.call.4", "distributed-diffusion.join.4", "distributed-diffusion.reduce.4"
+CALL, JOIN, REDUCE = "distributed-diffusion.call.5", "distributed-diffusion.join.5", "distributed-diffusion.reduce.5"
 ROUNDS = 20
 """More than a stranger is left out for after its first offence, fewer than after its second."""
 SECONDS = 400.0

@@ -123,7 +123,7 @@ def test_a_member_shows_what_it_sent_to_who_was_drawn_and_to_nobody_else(virtual
             "you were not drawn to check": {"lot": lot_of(two, "another state")},
             "you were not drawn to check this": {"key": three.node.key_of(three.id)},
             "not a round of ours": {"group": "g"},
-            "no such part": {"sought": (dataclasses.replace(sought, position=9),)},
+            "no such part": {"sought": (dataclasses.replace(sought, position=99),)},
             "no such slice": {"sought": (dataclasses.replace(sought, number=10_000),)},
             "answered": {},
         }

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from peer.contracts import Member
-from peer.sync.engine.codec import PART_ELEMENTS, Wire, rough_square, square_norm
+from peer.sync.engine.codec import LEAST_ELEMENTS, PART_ELEMENTS, Wire, rough_square, square_norm
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.round.averaging import Averager, RoundFailed
 from peer.sync.engine.round.clipping import UNCLIPPED, Clipping, ReceivedMeans, StatedNorms
-from peer.sync.engine.round.groups import Group
+from peer.sync.engine.round.groups import Group, share_out
 from peer.sync.engine.trainer.trainer import Contribution
 from swarm.tasks import end_tasks
 from tests.peer.sync.replicas import SIZE, Peer, check_invariants, make_run, peers
@@ -111,7 +111,7 @@ HARDEST = {
 def test_no_codec_takes_an_honest_mean_for_too_long(codec):
     """Not even of contributions in one direction, of values that are hardest for it."""
     values_of, share, ratio = HARDEST[codec]
-    part, values, found = Wire(codec, PART_ELEMENTS).parts[0], values_of(PART_ELEMENTS), members(5001, 4999)
+    part, values, found = Wire(codec, LEAST_ELEMENTS).parts[0], values_of(LEAST_ELEMENTS), members(5001, 4999)
     encoded = part.encode(values * 0.5001 + values * share * 0.4999)
     square, norm = square_norm(part.decode(encoded)), float(values.norm())
     longest = Clipping(20.0).longest_mean(found, (norm, norm * share))
@@ -198,8 +198,9 @@ def test_a_reducer_whose_mean_is_longer_than_the_contributions_fails_the_round_a
         liar.averager.times = times
         same = contributions(wire, 1, seed)[0]
         # All of one direction, and all of it in the liar's share: a mean as long as can be.
-        shares = same.view(torch.float16).view(3, -1)
-        shares[[index for index, peer in enumerate(found) if peer is not liar]] = 0
+        for peer, share in share_out("p", [peer.id for peer in found], wire.parts).items():
+            for index in share if peer != liar.id else ():
+                wire.parts[index].bytes_of(same).zero_()
         group = group_with_norms(found, [8, 8, 8], [wire.norm(same)] * 3)
         results = await outcomes(found, group, [same] * 3)
         honest = [result for peer, result in zip(found, results, strict=True) if peer is not liar]

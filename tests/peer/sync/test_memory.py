@@ -42,7 +42,7 @@ def test_who_only_assists_needs_two_states_a_mean_and_the_others_parts():
 def test_what_a_reducer_holds_of_the_others_does_not_grow_with_the_model(wire):
     """Nine parts of each, as `Averager` makes room for."""
     strategy = load_part("sync", "parameters").strategy(RunConfig(model=""))
-    few, many = (host_bytes(strategy, Wire(wire, parts * PART_ELEMENTS))["parts of the others"] for parts in (PARTS_OF_A_SENDER, 3000))
+    few, many = (host_bytes(strategy, Wire(wire, parts * PART_ELEMENTS))["parts of the others"] for parts in (32, 3000))
     assert few == many == COUNTED_SENDERS * Wire(wire, PARTS_OF_A_SENDER * PART_ELEMENTS).num_bytes
 
 

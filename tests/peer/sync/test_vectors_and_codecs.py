@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from peer.sync.engine.codec import PART_ELEMENTS, WIRES, Wire, add_up, square_norm
+from peer.sync.engine.codec import LEAST_ELEMENTS, PART_ELEMENTS, WIRES, Wire, add_up, square_norm
 from peer.sync.engine.vectors import BIG_ELEMENTS, Flat, Reused, Schema, SharedBuffer, flatten
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import shared_copy
@@ -131,6 +131,14 @@ def test_with_error_feedback_what_was_sent_and_what_remains_is_the_sum_of_the_co
     assert torch.allclose(sent + residual.double(), whole, rtol=0, atol=1e-6)
     # And what remains does not grow with the rounds: less than one step of the coarsest codec.
     assert float(residual.abs().max()) <= 0.25
+
+
+@pytest.mark.parametrize("size, count, longest", [
+    (768, 1, 768), (5 * LEAST_ELEMENTS, 5, LEAST_ELEMENTS), (1_600_000, 33, 3 * LEAST_ELEMENTS), (3000 * PART_ELEMENTS, 3000, PART_ELEMENTS),
+])  # fmt: skip
+def test_a_short_vector_travels_in_shorter_parts(size, count, longest):
+    parts = Wire("int8", size).parts
+    assert (len(parts), max(part.end - part.start for part in parts)) == (count, longest)
 
 
 @pytest.mark.parametrize("name", WIRES)

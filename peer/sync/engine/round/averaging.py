@@ -34,7 +34,7 @@ from swarm.tasks import end_tasks, set_within, within
 
 log = logging.getLogger(__name__)
 
-REDUCE = "distributed-diffusion.reduce.4"
+REDUCE = "distributed-diffusion.reduce.5"
 _WINDOW = 8
 PARTS_OF_A_SENDER = _WINDOW + 1
 """How many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
@@ -127,7 +127,7 @@ class Averager:
         began = clock()
         received = ReceivedMeans(self._clipping.longest_mean(group.weighed, group.norms))
         run = Run(group, mine, self.memory.take(), [0.0] * len(self._wire.parts), strangers or Strangers(), received)
-        shares = dict(zip(group.reducers, share_out(self._wire.parts, len(group.reducers)), strict=True))
+        shares = group.shares(self._wire.parts)
         own, reduction, excerpts, failure = shares.pop(self._peer_id, []), None, None, PeerLost("it left")
         run.missing = {reducer: len(share) for reducer, share in shares.items() if share}
         tasks = exchanges = [asyncio.create_task(self._exchange(reducer, share, run)) for reducer, share in shares.items() if share]
@@ -363,15 +363,6 @@ def _doubt(failure: PeerLost) -> int:
 def longest_seconds(num_bytes: int) -> float:
     """For how long a group averages vectors that travel as `num_bytes`, before it gives up."""
     return 60 + 2 * num_bytes / SLOWEST_BYTES_PER_SECOND
-
-
-def share_out(parts: Sequence[Part], reducers: int) -> list[list[int]]:
-    """Which parts each reducer averages: consecutive ones, by integers that every peer repeats; as nearly equal in bytes as parts allow."""
-    shares: list[list[int]] = [[] for _ in range(reducers)]
-    total = parts[-1].stop if parts else 0
-    for index, part in enumerate(parts):
-        shares[(part.begin + part.stop) * reducers // (2 * total)].append(index)
-    return shares
 
 
 async def _receive(channel: Channel, kind: type[M], part: Part, room: Tensor, seconds: float) -> M:

@@ -18,7 +18,7 @@ from peer.sync.engine.state import Head, better
 
 log = logging.getLogger(__name__)
 
-CALL = "distributed-diffusion.call.4"
+CALL = "distributed-diffusion.call.5"
 ANSWER_SECONDS = 5.0
 STRANGER_ANSWER_SECONDS = 1.0
 """How long a stranger that has answered before is waited for, once all that we have met have answered. A new stranger is not waited for:

@@ -19,7 +19,6 @@ from peer.sync.engine.certificate import Signs
 from peer.sync.engine.codec import Part, Wire
 from peer.sync.engine.net.messages import MOST_LOOKS, Look, Looked, Sought, WrongMeans
 from peer.sync.engine.net.streams import Channel, PeerLost, Streams
-from peer.sync.engine.round.averaging import share_out
 from peer.sync.engine.round.groups import Group
 from peer.sync.engine.round.rounds import Round
 from peer.sync.engine.round.share_seals import SealedShare, part_hash
@@ -154,8 +153,7 @@ class SpotChecks:
         return _Seek(reducer, place, sealed, place.show(_view(parts[position], encoded), sealed.hashes))
 
     def _parts(self, group: Group, reducer: str) -> list[Part]:
-        share = share_out(self._wire.parts, len(group.reducers))[group.reducers.index(reducer)]
-        return [self._wire.parts[index] for index in share]
+        return [self._wire.parts[index] for index in group.shares(self._wire.parts)[reducer]]
 
     # ---------------------------------------------------------------- looking
 

@@ -1,10 +1,11 @@
 """A round before it begins: who brings what, who takes part, and whether a group that a leader announced can be one."""
 
 import functools
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from peer.contracts import Member
+from peer.sync.engine.codec import Part
 from peer.sync.engine.net.messages import Announcement, Join
 from peer.sync.engine.net.streams import PeerLost, Refused
 from peer.sync.engine.state import MOST_COUNT, Head
@@ -95,6 +96,10 @@ class Group:
     def holds(self, ticket: Ticket) -> bool:
         takes_part = ticket.member.peer in self.reducers if ticket.assists else ticket.member in self.members
         return ticket.parent == self.parent and takes_part and self.draw_of(ticket.member.peer) in ("", ticket.draw)
+
+    def shares(self, parts: Sequence[Part]) -> dict[str, list[int]]:
+        """Which parts, by index, each reducer averages."""
+        return share_out(self.parent, self.reducers, parts)
 
     def draw_of(self, peer: str) -> str:
         """What it drew; '' where it does not reduce."""
@@ -197,6 +202,19 @@ class Standing:
 def rank(parent: str, peer: str) -> str:
     """The smaller, the better; another order for every parent."""
     return digest_json([parent, peer])
+
+
+def share_out(parent: str, reducers: Collection[str], parts: Sequence[Part]) -> dict[str, list[int]]:
+    """Which parts, by index, each reducer averages: consecutive ones, as nearly equal in bytes as parts allow.
+
+    In another order for every parent: of fewer parts than reducers, each has some in turn, and no key that a stranger draws has more.
+    """
+    ordered = sorted(reducers, key=lambda peer: rank(parent, peer))
+    shares: dict[str, list[int]] = {peer: [] for peer in reducers}
+    total = parts[-1].stop if parts else 0
+    for index, part in enumerate(parts):
+        shares[ordered[(part.begin + part.stop) * len(ordered) // (2 * total)]].append(index)
+    return shares
 
 
 def may_reduce(peers: Collection[str], trusted: Container[str]) -> set[str]:

@@ -19,7 +19,7 @@ from swarm.tasks import end_tasks, set_within
 
 log = logging.getLogger(__name__)
 
-JOIN = "distributed-diffusion.join.4"
+JOIN = "distributed-diffusion.join.5"
 BEAT_SECONDS = 3.0
 """Those who wait for a leader hear from it at this interval; one that was killed or stopped costs `ANSWER_SECONDS` more than that."""
 STRANGER_COME_SECONDS = 2.0
