@@ -31,7 +31,7 @@ from peer.contracts import LatentBatch, Member  # noqa: E402
 from peer.loop.schedule import build_schedule  # noqa: E402
 from peer.models import stable_diffusion  # noqa: E402
 from peer.sync.diloco import DiLoCo  # noqa: E402
-from peer.sync.engine.codec import PART_ELEMENTS  # noqa: E402
+from peer.sync.engine.codec import Wire  # noqa: E402
 from peer.sync.engine.outer import RoundInfo  # noqa: E402
 from peer.sync.engine.round.centering import centre, products  # noqa: E402
 from peer.sync.engine.round.clipping import Clipping  # noqa: E402
@@ -150,7 +150,8 @@ class Swarm:
         shares = even_shares([samples] * len(learned)) if self._args.averaging == "centered" else None
         if shares is None:
             return learned.mean(0)
-        return torch.cat([torch.mv(part.T, centre(shares, products(part)).float()) for part in learned.split(PART_ELEMENTS, dim=1)])
+        parts = [learned[:, part.start : part.end] for part in Wire("fp32", learned.shape[1]).parts]
+        return torch.cat([torch.mv(part.T, centre(shares, products(part)).float()) for part in parts])
 
 
 def average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
