@@ -7,7 +7,7 @@ better; and a peer that learns less than the others does no harm.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 
 from swarm.records import Finding
@@ -22,6 +22,8 @@ _SIGMAS = 4.0
 """docs/decisions/0029 has the rates of false and true reports that this was chosen by."""
 _ALIKE = 0.25
 """Honest peers differ by as much of their own change: by batch, speed and pictures."""
+_MOST_TIMES_USUAL = 3.0
+"""Of one measurement as it is judged: while a model still learns by leaps, one round would hide thirty. On the toy the first changes the loss 18 times as much as later ones."""
 _MAD_TO_SIGMA = 1.4826
 _MOST_MEMBERS = 512
 """Whose numbers are kept; the one that was measured longest ago goes."""
@@ -52,19 +54,30 @@ class Tally:
 
     def findings(self) -> list[Finding]:
         """What is known of each member, those first that are reported, then whose work does the model most harm."""
-        known = {peer: changes for peer, changes in self._changes.items() if len(changes) >= LEAST_ROUNDS}
-        means = {peer: fmean(changes) for peer, changes in self._changes.items()}
-        # With six numbers a deviation is at times a third of what it should be. So nobody's is taken for less than is usual.
-        usual = _median(_stdev(changes) for changes in known.values())
-        errors = {peer: max(_stdev(changes), usual) / math.sqrt(len(changes)) for peer, changes in self._changes.items()}
+        known = {peer: changes for peer, changes in self._bounded().items() if len(changes) >= LEAST_ROUNDS}
+        means, errors = {peer: fmean(changes) for peer, changes in known.items()}, _errors(known)
+        shown = _errors(self._changes)
         found = [
             Finding(
-                peer=peer, change=means[peer], error=errors[peer], rounds=len(changes), own=fmean(self._own[peer]) if peer in self._own else None,
-                reported=peer in known and _is_worse(peer, {p: means[p] for p in known}, {p: errors[p] for p in known}),
+                peer=peer, change=fmean(changes), error=shown[peer], rounds=len(changes), own=fmean(self._own[peer]) if peer in self._own else None,
+                reported=peer in known and _is_worse(peer, means, errors),
             )
             for peer, changes in self._changes.items()
         ]  # fmt: skip
         return sorted(found, key=lambda finding: (not finding.reported, -finding.change))
+
+    def _bounded(self) -> dict[str, list[float]]:
+        """The changes, each at most a few times as large as is usual."""
+        most = _MOST_TIMES_USUAL * _median(abs(change) for changes in self._changes.values() for change in changes)
+        return {peer: [max(-most, min(change, most)) for change in changes] for peer, changes in self._changes.items()}
+
+
+def _errors(changes: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Standard errors of the means."""
+    deviations = {peer: _stdev(some) for peer, some in changes.items()}
+    # With six numbers a deviation is at times a third of what it should be. So nobody's is taken for less than is usual.
+    usual = _median(deviations[peer] for peer, some in changes.items() if len(some) >= LEAST_ROUNDS)
+    return {peer: max(deviations[peer], usual) / math.sqrt(len(some)) for peer, some in changes.items()}
 
 
 def _is_worse(peer: str, means: dict[str, float], errors: dict[str, float]) -> bool:

@@ -75,6 +75,18 @@ def test_a_member_that_begins_to_lie_is_reported_and_one_that_stops_is_not_any_m
     assert not reported(tally)
 
 
+def test_one_measurement_of_a_round_in_which_the_model_leapt_hides_no_liar():
+    """On the toy the first changes are 18 times the later ones: beside one of them, thirty more were needed."""
+    rng, tally = random.Random(4), Tally()
+    for peer, first in (("liar", 0.073), ("Qm0", -0.073), ("Qm1", -0.032), ("Qm2", -0.01), ("Qm3", -0.003)):
+        tally.add(peer, first)
+    for _ in range(9):
+        for other in range(4):
+            tally.add(f"Qm{other}", rng.gauss(-0.003, 0.001))
+        tally.add("liar", rng.gauss(0.003, 0.001))
+    assert reported(tally) == ["liar"] and tally.findings()[0].change == pytest.approx(0.01, abs=0.001), "shown as it was measured"
+
+
 def test_those_reported_come_first_and_then_whose_work_does_most_harm():
     tally = Tally()
     for number in range(LEAST_ROUNDS):
