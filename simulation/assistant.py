@@ -16,7 +16,7 @@ from peer.sync.engine.state import Head
 from simulation.machine import Machine, Process
 from simulation.network import Link
 from simulation.server import URL, Session, SimKey
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.signed_request import Signer
 from swarm.tasks import within
 
@@ -77,7 +77,7 @@ class Assistant(Machine):
         except (UserError, PeerLost) as error:
             world.note(f"{self.short} assistant: ended: {error}")
             self.kill()
-            if "is over" in str(error):  # its owner does not start it again
+            if isinstance(error, UserError) and error.code == ExitCode.OVER:  # its owner does not start it again
                 self.over = True
                 world.verdict.ends_without(self)
             else:

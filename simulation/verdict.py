@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from swarm.errors import ExitCode
+
 if TYPE_CHECKING:
     from simulation.machine import Machine
     from simulation.world import World
@@ -73,7 +75,7 @@ class Verdict:
             self._ended_apart.add(machine.peer)
 
     def ends_without(self, machine: "Machine") -> None:
-        """It assists, and ends since the run is over and nobody who is left has the last state: without faults nobody does."""
+        """It ends since the run is over and nobody who is left has the last state: without faults nobody does."""
         world, checks = self._world, self._world.checks
         self._ended_without.add(machine.peer)
         there = [other for other in world.machines if other.alive and world.loop.time() - other.booted > _HEARD_SECONDS]
@@ -96,7 +98,9 @@ class Verdict:
             ended = commit is not None and commit.samples >= world.run.total_samples
             if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
                 self.apart += 1
-            elif (not ended and not self._came_too_late(machine) and machine.peer not in self._ended_without) or (ended and commit.digest not in lineage):
+            elif machine.peer in self._ended_without:
+                continue
+            elif commit.digest not in lineage if ended else not self._came_too_late(machine):
                 checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
         if self.apart:
             return checks.ledger.whole(world.server.book)
@@ -110,7 +114,7 @@ class Verdict:
         late, began = world.add_peer(), world.loop.time()
         while late.alive and world.loop.time() - began < patience:
             await world.look()
-        if late.failure is None or "is over" not in late.failure.message:
+        if late.failure is None or late.failure.code != ExitCode.OVER:
             checks.breach(f"came when the run was over, and {late.failure or 'waits'}", late)
 
     def _came_too_late(self, machine: "Machine") -> bool:

@@ -31,7 +31,7 @@ from simulation.records import Records
 from simulation.server import Dataset, Server
 from simulation.verdict import Verdict
 from swarm.bans import sign_word
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.tasks import within
 
@@ -219,11 +219,14 @@ class World:
         self.note(f"world: round {commit.round} {commit.digest[:12]} of {len(commit.members)}")
 
     def failed(self, machine: Machine, error: BaseException) -> None:
-        """A trainer has ended with an error: `dd-peer` starts it again when that may help."""
+        """A trainer has ended with an error: `dd-peer` starts it again, unless the run is over."""
         if not isinstance(error, UserError):
             return self.checks.breach(f"a trainer ended with {error!r}", machine, error)
         self.note(f"{machine.short} trainer: ended: {error.message}")
         machine.kill()
+        if error.code == ExitCode.OVER:
+            machine.over = True
+            return self.verdict.ends_without(machine)
         self.later(self.rng.uniform(5, 20), machine.boot)
 
     def last_known(self) -> dict[str, Any] | None:

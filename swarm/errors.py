@@ -28,6 +28,8 @@ class ExitCode(enum.IntEnum):
     NETWORK = 6
     CLOCK = 7
     STALLED = 8
+    OVER = 9
+    """The run is, and nobody is left who has its last state."""
 
 
 STOPPED_AT_ONCE = 130

@@ -20,6 +20,7 @@ from peer.figures.metrics import NAMES
 from scripts.churn.checks import read_rounds
 from scripts.demo.results import read_lines
 from swarm.digest import digest_model
+from swarm.errors import ExitCode
 from tests import tiny
 from tests.conftest import ROOT
 from tests.datasetserver.hosting import Host
@@ -233,7 +234,7 @@ def test_peers_of_unlike_precision_that_know_only_the_url_train_one_model(swarm)
         assert (near - exact).abs().le(exact.abs() * 2**-7).all(), "within the last bit of bf16"
         assert not torch.equal(exact, tensor) or name.endswith("bias")
 
-    assert late.finish() == 1
+    assert late.finish() == ExitCode.OVER
     assert "is over: all" in late.text() and "Traceback" not in late.text()
     assert swarm.orphans() == []
 

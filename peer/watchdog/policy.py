@@ -17,6 +17,7 @@ _SLOW = {ExitCode.NETWORK: 300.0, ExitCode.DISK: 600.0, ExitCode.CLOCK: 300.0}
 _HOPELESS = {
     ExitCode.CONFIG: "only you can mend that",
     ExitCode.AUTH: "the error above says what to do",
+    ExitCode.OVER: "the run goes on for nobody",
 }
 
 

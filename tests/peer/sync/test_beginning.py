@@ -7,7 +7,7 @@ import pytest
 from peer.sync.engine.round.beginning import Beginning
 from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.promises import Promises
-from swarm.errors import UserError
+from swarm.errors import ExitCode, UserError
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import Clock
@@ -44,6 +44,19 @@ def test_who_waits_for_company_in_a_run_that_is_over_is_told_so():
     assert not beginning.may_start(BASE, others=[record("late", samples=50, round=3, digest="a" * 64, phase="train")], **ask), "it still serves"
     with pytest.raises(UserError, match="is over"):
         beginning.may_start(BASE, others=(), **ask)
+
+
+def test_so_is_who_had_a_discarded_state_once_it_has_waited_for_a_state_before_that():
+    """Seed 74000463: it did not wait for the known state, which may descend from the discarded one, but for company that never came."""
+    clock = Clock()
+    beginning = Beginning(RunConfig(model="x", total_samples=48), Head("a" * 64, 50), ("holder",), 2, clock, forsaken=True)
+    ask = {"own_round": 3, "fetching": False, "behind": False, "others": (), "news": lambda text: None}
+    for clock.now in (0.0, 20.0, 119.0):
+        assert not beginning.may_start(BASE, **ask)
+    clock.now = 120.0
+    with pytest.raises(UserError, match="is over") as raised:
+        beginning.may_start(BASE, **ask)
+    assert raised.value.code == ExitCode.OVER, "dd-peer does not start it again"
 
 
 def test_whoever_asks_for_no_company_starts_alone():

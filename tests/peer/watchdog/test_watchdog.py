@@ -53,7 +53,7 @@ def test_it_gives_up_after_so_many_failures_in_a_row_and_training_longer_than_an
     assert policy.after(FAILED, can_shrink=True).pause is None
 
 
-@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.AUTH, ExitCode.OK, 130])
+@pytest.mark.parametrize("code", [ExitCode.CONFIG, ExitCode.AUTH, ExitCode.OVER, ExitCode.OK, 130])
 def test_what_no_restart_can_mend_is_not_started_again(code):
     assert Policy(0).after(End(code), can_shrink=True).pause is None
 

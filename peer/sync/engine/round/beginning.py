@@ -68,9 +68,12 @@ class Beginning:
         lacks_known = known is not None and known.samples > 0 and better(known, ours) and not running and not self._discards(known.digest)
         holders = sorted(record.peer_id[-6:] for record in givers if record.round and better(head_of(record), ours))
         coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS) or (holders and not own_round)
-        if lacks_known and not coming and not self._forsaken and waited >= RECORD_LIFE_SECONDS:
+        company = self._in_company(others, news)
+        # Whoever had a discarded state goes on without the known one. Where it waits for company instead, it is not left waiting for ever.
+        patience = None if self._forsaken and company else _HOLDER_PATIENCE_SECONDS if self._forsaken else RECORD_LIFE_SECONDS
+        if lacks_known and not coming and patience is not None and waited >= patience:
             refuse_when_over(self._run, self._end, known, self._holders)
-        if not self._in_company(others, news):
+        if not company:
             return False
         if fetching or (behind and waited < _JOIN_PATIENCE_SECONDS):
             return False
@@ -104,7 +107,7 @@ def refuse_when_over(run: RunConfig, end: End, known: Head, holders: Collection[
         raise UserError(
             f"The run '{run.run_name}' is over: all {known.samples} samples are in its last state, and no peer that has it is left.",
             fix=f"Ask the host for the result, or one of the peers that had it: {_named(holders)}.",
-            code=ExitCode.FAILED,
+            code=ExitCode.OVER,
         )
 
 
