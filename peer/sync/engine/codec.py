@@ -21,7 +21,7 @@ PART_ELEMENTS = 256 << 10
 """At most. 512 KiB at fp16: small enough to pipeline and to stay in a core's cache, large enough that Python's share stays small."""
 LEAST_ELEMENTS = 16 << 10
 _PARTS = 32
-"""So many at least, of a vector that is long enough: each of as many reducers then has some. A learned word has one part."""
+"""At least, of a vector of half a million values or more: each of as many reducers then has some. A learned word is one part."""
 _FP16_MAX = 65504.0
 _LARGEST = 2.0**100
 """Of a value in blocks, and of a scale: no product of a code and a scale, and no sum of such products, overflows float32."""
