@@ -36,7 +36,8 @@ _PATIENCE_SECONDS = 3600.0
 async def attack(world: "World", row: str, *, members: int = 0) -> None:
     """For as long as the world lives. members: how many identities that the host let in come, in a run for members; 0: strangers, as many as the row has."""
     await asyncio.sleep(_COME_AFTER_SECONDS)
-    while world.scenario.peers > 1 and not all(machine.met() for machine in world.machines[: world.scenario.peers]):
+    count = world.scenario.peers + world.scenario.assistants
+    while count > 1 and not all(machine.met() for machine in world.machines[:count]):
         await asyncio.sleep(1)  # who has met nobody yet believes whoever comes first
     band = SimBand(world, random.Random(f"{world.scenario.seed} {row}"), members)
     harm = ROWS[row].find()
