@@ -25,7 +25,7 @@ class PeerConfig:
     peers: tuple[str, ...] = option((), "Multiaddrs of peers that are in the run; alone enough to join.", aliases=("initial_peers",))
     found: bool = option(False, "Found a run: listen for peers, with this peer's flags as the run's.", aliases=("hivemind",))
     run_id: str = option("", "Which run to join, when the peers given serve several.")
-    min_peers: int = option(1, "Wait at the start until N peers are live, this one included.", ge=1)
+    min_peers: int = option(1, "Wait until N peers are live, this one included, unless this one has a state of the run from before.", ge=1)
     peer_name: str = option(
         "", "This peer's name on the page and in dd-status: up to 32 characters. Default: its key's end."
     )

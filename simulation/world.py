@@ -336,9 +336,12 @@ class World:
         self.checks.breach(f"{context['message']}", owner.machine if owner else None, context.get("exception"))
 
     def tip(self) -> str:
-        """Of the states on which somebody stands that is still there: one that died with all who held it holds up nobody."""
+        """Of the states on which somebody stands that is still there: one that died with all who held it holds up nobody, nor one that a wrong
+        mean made while another one is there."""
         stood = {self.checks.stands(machine) for machine in self.machines} & self.checks.commits.keys()
-        return max(stood, key=lambda digest: (self.checks.commits[digest].samples, digest), default="")
+        buried = self.checks.buried
+        sound = {digest for digest in stood if buried.isdisjoint(self.checks.lineage(digest))} if buried else stood
+        return max(sound or stood, key=lambda digest: (self.checks.commits[digest].samples, digest), default="")
 
     async def _live(self) -> None:
         scenario = self.scenario

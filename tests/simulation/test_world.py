@@ -46,6 +46,10 @@ KNOWN_MIXED = {
     64000385: "the same with two and six",
     64000575: "a peer whose state was discarded was to make three rounds more than before, with 50 s for each",
     64000597: "two helpers that nobody had waited for stayed beside each other while the trainers ended the run",
+    74000463: "a peer whose state was discarded waited for company in a run that was over",
+    76000243: "strangers led a helper that had met nobody: they are to come later",
+    78002280: "the last trainer of a run was started again, and waited for company",
+    78003366: "a peer had ended on a state that a wrong mean made, before it was discarded",
 }
 """Seeds of a campaign that once broke something."""
 

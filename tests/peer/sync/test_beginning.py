@@ -47,16 +47,22 @@ def test_who_waits_for_company_in_a_run_that_is_over_is_told_so():
 
 
 def test_so_is_who_had_a_discarded_state_once_it_has_waited_for_a_state_before_that():
-    """Seed 74000463: it did not wait for the known state, which may descend from the discarded one, but for company that never came."""
+    """It did not wait for the known state, which may descend from the discarded one, but for company that never came."""
     clock = Clock()
     beginning = Beginning(RunConfig(model="x", total_samples=48), Head("a" * 64, 50), ("holder",), 2, clock, forsaken=True)
-    ask = {"own_round": 3, "fetching": False, "behind": False, "others": (), "news": lambda text: None}
+    ask = {"own_round": 0, "fetching": False, "behind": False, "others": (), "news": lambda text: None}
     for clock.now in (0.0, 20.0, 119.0):
         assert not beginning.may_start(BASE, **ask)
     clock.now = 120.0
     with pytest.raises(UserError, match="is over") as raised:
         beginning.may_start(BASE, **ask)
     assert raised.value.code == ExitCode.OVER, "dd-peer does not start it again"
+
+
+def test_who_has_a_state_of_the_run_waits_for_no_company():
+    """Seed 78002280: the last peer of a run was started again, and waited for ever. So did one of a run that had ended (seed 74000463)."""
+    beginning = Beginning(RunConfig(model="x"), None, (), 2, Clock())
+    assert beginning.may_start(BASE, own_round=43, fetching=False, behind=False, others=(), news=lambda text: None)
 
 
 def test_whoever_asks_for_no_company_starts_alone():

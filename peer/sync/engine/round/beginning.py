@@ -20,7 +20,8 @@ _NAMED = 8
 class Beginning:
     """last_known: the latest state that the server or the DHT knew of when we came; last_holders: the peers that had it.
 
-    min_peers: how many that train must be live at once, we included, before we start; what becomes of them later does not matter.
+    min_peers: how many that train must be live at once, we included, before we start, unless we have a state of the run; what becomes of them
+    later does not matter.
 
     discards: whether the state of a digest is discarded; nobody waits for it. forsaken: whether we had such a state. The latest known one may descend from it, which nobody who is live may know: so we
     wait for it no longer than if we had a state of our own.
@@ -68,7 +69,7 @@ class Beginning:
         lacks_known = known is not None and known.samples > 0 and better(known, ours) and not running and not self._discards(known.digest)
         holders = sorted(record.peer_id[-6:] for record in givers if record.round and better(head_of(record), ours))
         coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS) or (holders and not own_round)
-        company = self._in_company(others, news)
+        company = self._in_company(own_round, others, news)
         # Whoever had a discarded state goes on without the known one. Where it waits for company instead, it is not left waiting for ever.
         patience = None if self._forsaken and company else _HOLDER_PATIENCE_SECONDS if self._forsaken else RECORD_LIFE_SECONDS
         if lacks_known and not coming and patience is not None and waited >= patience:
@@ -91,8 +92,10 @@ class Beginning:
         )
         return False
 
-    def _in_company(self, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
+    def _in_company(self, own_round: int, others: Collection[PeerRecord], news: Callable[[str], None]) -> bool:
         live = 1 + sum(record.phase != ASSIST for record in others)
+        if own_round:  # the last peer of a run may be started again, and nobody may come any more
+            self._company = True
         if not self._company and live >= self._min_peers:
             self._company = True
             news(f"{live} peers are live; starting")
