@@ -731,6 +731,37 @@ def test_who_left_a_state_where_nobody_trains_is_not_led_back_by_those_that_stay
     assert ann.right() == ours.digest, "those that we have met train there again"
 
 
+def test_a_helper_that_has_met_nobody_decides_as_a_newcomer_once_nobody_trains_where_it_stands(view):
+    """Seed 78002752: two had gone on from its state, two stood on another branch, and it followed neither, for ever."""
+    parted = lineage(2)[-1]
+    *_, ours = lineage(1, after=parted, by=("ann",))
+    *_, child = lineage(1, after=ours, by=("yan", "zed"))
+    *_, one, other = lineage(4, after=parted, by=("xia", "wes"), change=2.0)
+    ann = view(ours)
+    ann.heads = Heads(ann.met, lambda: ann.records, ours, clock=ann.clock, trains=lambda: False)
+    here = record("yan", child), record("zed", child)
+    ann.sees(*here, record("xia", one), record("wes", one))
+    assert ann.right() is None
+    ann.clock.now += IDLE_SECONDS - 1
+    assert ann.right() is None
+    ann.clock.now += 1
+    assert ann.right() == one.digest and not ann.heads.keeps(Head.of(one)), "of as many it has more samples"
+    ann.heads.moved(one, fetched=True)
+    ann.sees(*here, record("xia", other), record("wes", other))
+    assert ann.right() == other.digest, "they went on while it fetched"
+
+
+def test_a_trainer_that_has_met_nobody_stays_between_as_many_and_as_many(view):
+    parted = lineage(2)[-1]
+    *_, ours = lineage(1, after=parted, by=("ann",))
+    *_, child = lineage(1, after=ours, by=("yan", "zed"))
+    *_, theirs = lineage(4, after=parted, by=("xia",), change=2.0)
+    ann = view(ours).sees(record("yan", child), record("zed", child), record("xia", theirs), record("wes", theirs))
+    assert ann.right() is None
+    ann.clock.now += IDLE_SECONDS
+    assert ann.right() is None
+
+
 def test_who_trains_stays_with_those_that_do_not(view):
     *_, ours, child = lineage(4, by=("yan",))
     ann = view(ours, ["yan", "zed"]).sees(record("yan", child), record("zed", ours, phase=ASSIST))

@@ -185,14 +185,20 @@ class Heads:
         elif not met:
             counted, certified, elsewhere = self._judged(claims, leaderless)
         voters = _with_a_vote(counted) if met else _with_a_vote(counted)[:_MOST_STRANGERS]
+        anew = not met and not leaderless and self._has_nothing_to_stay_for()
         # Strangers may vote only after five minutes, and by then what one stands on no longer names ours.
         for claim in voters if met else claims[:_MOST_STRANGERS]:
             self._lineage.learn(claim.head)
         return Ballot(
-            self._ours, self._from_base or elsewhere, claims, voters, bool(met), self._lineage, one_is_enough, self._left_lately(),
-            self._leads, self._backers(everybody), () if leaderless or elsewhere else self._included, left_behind, certified,
+            self._ours, self._from_base or elsewhere or anew, claims, voters, bool(met), self._lineage, one_is_enough, self._left_lately(),
+            self._leads, self._backers(everybody), () if leaderless or elsewhere or anew else self._included, left_behind, certified,
             is_last=self._is_last,
         )  # fmt: skip
+
+    def _has_nothing_to_stay_for(self) -> bool:
+        """Whether we assist where nobody trains any more, or have left such a state: then strangers lead us as they lead a newcomer. Two that had gone
+        on from a helper's state, and two that had not, were no majority to it, for ever."""
+        return not self._trains() and (bool(self._left_idle) or self._idle.has_lasted(IDLE_SECONDS))
 
     def _left_lately(self) -> set[str]:
         return {digest for digest, since in self._left.items() if self._clock() - since < _LATELY_SECONDS}
