@@ -35,10 +35,14 @@ class Band:
             entering = Stranger.come(self.address, self.folder, self.rng, f"stranger-{number}")
             self.strangers.append(await self.stack.enter_async_context(entering))
         self.run = await self.strangers[0].run()
-        for stranger in self.strangers if self.host_key is not None else ():
-            stranger.membership = dict(said(sign_membership(HostKey(self.host_key, missing="refuse"), self.config, stranger.peer_id)))
+        for stranger in self.strangers:
+            self._let_in(stranger)
         self.say(event="came", peers=[stranger.peer_id for stranger in self.strangers])
         return self.strangers
+
+    def _let_in(self, stranger: Stranger) -> None:
+        if self.host_key is not None:
+            stranger.membership = dict(said(sign_membership(HostKey(self.host_key, missing="refuse"), self.config, stranger.peer_id)))
 
     def arrived(self) -> None:
         """From now on it counts: what was prepared before did nobody any harm."""
