@@ -70,9 +70,9 @@ class Beginning:
         holders = sorted(record.peer_id[-6:] for record in givers if record.round and better(head_of(record), ours))
         coming = fetching or (behind and waited < _JOIN_PATIENCE_SECONDS) or (holders and not own_round)
         company = self._in_company(own_round, others, news)
-        # Whoever had a discarded state goes on without the known one. Where it waits for company instead, it is not left waiting for ever.
-        patience = None if self._forsaken and company else _HOLDER_PATIENCE_SECONDS if self._forsaken else RECORD_LIFE_SECONDS
-        if lacks_known and not coming and patience is not None and waited >= patience:
+        goes_on = self._forsaken and company  # without the known state, which may descend from the discarded one
+        patience = _HOLDER_PATIENCE_SECONDS if self._forsaken else RECORD_LIFE_SECONDS
+        if lacks_known and not coming and not goes_on and waited >= patience:
             refuse_when_over(self._run, self._end, known, self._holders)
         if not company:
             return False
