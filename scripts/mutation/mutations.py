@@ -228,6 +228,7 @@ MUTATIONS = (
         "            self._drop_again(shard_epochs)\n",
         "",
         under="peer/data/client/work.py",
+        world=("--peers=4", "--hours=0.06", "--lease_seconds=8", "--faults=stop,sleep,answers", "--fault_seconds=10"),
     ),
     Mutation(
         "gradients_of_an_old_anchor",
