@@ -204,6 +204,10 @@ class Checks:
         if commit is None or not self.lies.made((commit.parent, commit.members)):
             self.breach(f"the server discards the state {digest[:8]}, and no liar made it")
 
+    def is_buried(self, digest: str) -> bool:
+        """Whether a wrong mean made it, or a state before it, as the server has found."""
+        return bool(self.buried) and not self.buried.isdisjoint(self.lineage(digest))
+
     def unburied(self, server: "Server") -> set[str]:
         """States that a wrong mean made of which the server has a proof, and that it has neither discarded nor left to the host."""
         left, found = server.book.wrong.all(), set()

@@ -98,7 +98,7 @@ class Verdict:
             ended = commit is not None and commit.samples >= world.run.total_samples
             if machine.peer in self._ended_apart or (ended and commit.digest not in lineage and self._apart_by_rule(machine, lineage)):
                 self.apart += 1
-            elif machine.peer in self._ended_without or not checks.buried.isdisjoint(checks.lineage(checks.stands(machine))):
+            elif machine.peer in self._ended_without or checks.is_buried(checks.stands(machine)):
                 continue  # a wrong mean made its last state, as the server heard when it had ended
             elif commit.digest not in lineage if ended else not self._came_too_late(machine):
                 checks.breach(f"ended on round {self._round_of(machine)}, which is none of the run's last states", machine)
@@ -109,7 +109,7 @@ class Verdict:
         checks.ledger.whole(world.server.book)
         if checks.commits[tip].samples < world.server.end.total:
             return  # the host put the end off when all had gone
-        if not checks.buried.isdisjoint(lineage):
+        if checks.is_buried(tip):
             return  # a wrong mean made it, as the server heard when all had gone: the run goes on from before it
         late, began = world.add_peer(), world.loop.time()
         while late.alive and world.loop.time() - began < patience:

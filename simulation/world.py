@@ -339,8 +339,7 @@ class World:
         """Of the states on which somebody stands that is still there: one that died with all who held it holds up nobody, nor one that a wrong
         mean made while another one is there."""
         stood = {self.checks.stands(machine) for machine in self.machines} & self.checks.commits.keys()
-        buried = self.checks.buried
-        sound = {digest for digest in stood if buried.isdisjoint(self.checks.lineage(digest))} if buried else stood
+        sound = {digest for digest in stood if not self.checks.is_buried(digest)}
         return max(sound or stood, key=lambda digest: (self.checks.commits[digest].samples, digest), default="")
 
     async def _live(self) -> None:

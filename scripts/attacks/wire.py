@@ -23,7 +23,6 @@ from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from swarm.daemon import Daemon
@@ -119,10 +118,6 @@ class Key:
         """As honest peers sign what is no record."""
         return self.private.sign(statement).decode()
 
-    def identity(self) -> bytes:
-        """As p2pd reads it from a file."""
-        return crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=self.private.to_bytes()).SerializeToString()
-
     def signed(self, key: str | DHTID, value: bytes, expires: float, subkey: bytes | None = None) -> "Stored":
         """A record as it is stored under `key`, whose subkey names our key, if nothing else is wanted of it."""
         key_id = key if isinstance(key, DHTID) else DHTID.generate(source=key)
@@ -182,9 +177,7 @@ class Stranger:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def come(
-        cls, address: str, folder: Path, rng: random.Random, name: str = "stranger"
-    ) -> AsyncIterator["Stranger"]:
+    async def come(cls, address: str, folder: Path, rng: random.Random, name: str = "stranger") -> AsyncIterator["Stranger"]:
         """All that it knows is one peer's address."""
         identity = Identity(folder / f"{name}.key")
         places = {"host_maddrs": ["/ip4/127.0.0.1/tcp/0"], "dht_mode": "server", "force_reachability": "public"}
