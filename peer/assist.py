@@ -107,8 +107,8 @@ def assist(peer: PeerConfig, resolve: Callable[[], Joined], given: Mapping[str, 
 
 def warn_of_unused(peer: PeerConfig) -> None:
     """One line about the options that were given and do nothing here."""
-    plain = PeerConfig()
-    if given := [f"--{name}" for name in _OF_TRAINING if getattr(peer, name) != getattr(plain, name)]:
+    plain, used = PeerConfig(), ("cache_dir", "cache_gib") if peer.audit else ()
+    if given := [f"--{name}" for name in _OF_TRAINING if name not in used and getattr(peer, name) != getattr(plain, name)]:
         log.warning("--assist trains nothing, and has no use for %s", ", ".join(given))
 
 

@@ -162,8 +162,8 @@ class DatasetServer:
 
     def report_final(self, committed_round: CommittedRound) -> None:
         waits = len(self._outbox) > 0
-        self._outbox.put(ROUNDS, self._envelope(**round_body(committed_round)), keep=self._transport.away_seconds() > 0)
-        if waits:  # behind another: of a server that is away nobody knows for 30 s
+        self._outbox.put(ROUNDS, self._envelope(**round_body(committed_round)))
+        if waits or self._transport.away_seconds() > 0:  # behind another: of a server that is away nobody knows for 30 s
             self._outbox.keep_rounds()
 
     def report_proofs(self, accusations: Sequence[Accusation]) -> None:
@@ -312,7 +312,7 @@ class DatasetServer:
     async def _fetch(self, item: ShardEpoch) -> None:
         """Bring the shard epoch's shard into the cache; gives the shard epoch back when it stays corrupt, or the server has it no more."""
         try:
-            path = await fetch(self._transport, self._cache, item.shard.digest, item.shard.bytes, lambda: not item.lost)
+            path = await fetch(self._transport, self._cache, item.shard.digest, item.shard.bytes, lambda: bool(item.left) and not item.lost)
         except (Corrupt, Refusal) as fault:
             log.error("%s The samples of shard %s are given back.", fault, item.shard.digest[:16])
             self.give_back(self._work.skip(item))

@@ -12,7 +12,7 @@ from peer.launch.lengths import SAID_TWICE, refuse_both
 from peer.launch.retired_flags import names_in, refuse_gone
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
-from swarm.options import build, parse_flags, read_toml
+from swarm.options import build, load_toml, parse_flags, read_toml
 from swarm.run_config import RunConfig
 
 _EXAMPLES = """examples:
@@ -47,6 +47,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple
     parser.add_argument("--config", default="", metavar="RUN.toml", help="File with any of these options; flags override it.")
     *parts, rest = parse_flags(parser, argv, *classes)
     flags = {name: value for part in parts for name, value in part.items()}
+    if rest["config"]:
+        refuse_gone(load_toml(Path(rest["config"])))
     from_file = read_toml(Path(rest["config"]), *classes) if rest["config"] else {}
     for layer in (flags, from_file):
         refuse_both(layer)

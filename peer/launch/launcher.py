@@ -207,8 +207,8 @@ def said_threads(environ: Mapping[str, str] = os.environ, of_launcher: Callable[
 
     of_launcher: the environment that our parent was started with.
     """
-    said = environ.get("OMP_NUM_THREADS", "")
-    threads = int(said) if said.isdigit() else 0
+    said = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()  # "8,2": eight, and two in what is nested
+    threads = int(said) if said.isdecimal() else 0
     if threads == 1 and ("TORCHELASTIC_RUN_ID" in environ or "ACCELERATE_MIXED_PRECISION" in environ):
         try:
             return int("OMP_NUM_THREADS" in (of_launcher or psutil.Process().parent().environ)())

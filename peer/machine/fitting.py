@@ -3,7 +3,6 @@
 Only what each machine may choose for itself is changed, and only where it was left at its default: what the peers average stays the same.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from peer.config import PeerConfig
-from peer.machine.making_room import useless
+from peer.machine.making_room import changed, useless
 from peer.machine.needs import Needs
 from peer.machine.swap import LEAST
 from peer.watchdog.policy import smaller
@@ -90,7 +89,7 @@ def fit(run: RunConfig, peer: PeerConfig, device: torch.device, needs: Needs, th
     def with_blocks(changes: Mapping[str, Any], count: int) -> PeerConfig | None:
         """None where the peer's other options do not go with them."""
         more = {"blocks_to_swap": count} if count else {}
-        return _changed(peer, {**changes, **more})
+        return changed(peer, {**changes, **more})
 
     def fitted(its: PeerConfig) -> Fit:
         return Fit({name: getattr(its, name) for name in NAMES if getattr(its, name) != getattr(peer, name)}, needs.of(its), before, there)
@@ -130,7 +129,7 @@ def _candidates(run: RunConfig, peer: PeerConfig, device: torch.device, ways: se
         for factor, change in chosen:
             times *= factor
             changes |= change
-        if not ("fused_step" in changes and "train_batch_size" in changes) and _changed(peer, changes):
+        if not ("fused_step" in changes and "train_batch_size" in changes) and changed(peer, changes):
             yield times, changes
 
 
@@ -140,14 +139,6 @@ def _batches(peer: PeerConfig) -> Iterator[tuple[float, dict[str, int]]]:
     while not peer.fused_step and (step := smaller(*step)):
         times *= _HALVED
         yield times, {"train_batch_size": step[0], "gradient_accumulation_steps": step[1]}
-
-
-def _changed(peer: PeerConfig, changes: Mapping[str, Any]) -> PeerConfig | None:
-    """None where the peer's other options do not go with the changes."""
-    try:
-        return dataclasses.replace(peer, **changes)
-    except UserError:
-        return None
 
 
 def _gb(count: float) -> str:

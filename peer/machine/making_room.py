@@ -44,7 +44,7 @@ def ways_left(run: RunConfig, peer: PeerConfig, device: torch.device) -> list[di
     """What the peer may still change of its own options after it ran out of memory, one after the other."""
     no_use = useless(run, peer, device)
     ways = [{way.option: way.value} for way in WAYS if way.value is not None and way.option not in no_use]
-    return [way for way in ways if by_itself(way, peer) and _allowed(peer, way)]
+    return [way for way in ways if by_itself(way, peer) and changed(peer, way)]
 
 
 def _can_step_fused(run: RunConfig, peer: PeerConfig, device: torch.device) -> bool:
@@ -55,10 +55,9 @@ def _can_step_fused(run: RunConfig, peer: PeerConfig, device: torch.device) -> b
     return True
 
 
-def _allowed(peer: PeerConfig, way: Mapping[str, Any]) -> bool:
-    """Whether the peer's other options go with it."""
+def changed(peer: PeerConfig, changes: Mapping[str, Any]) -> PeerConfig | None:
+    """None where the peer's other options do not go with the changes."""
     try:
-        dataclasses.replace(peer, **way)
+        return dataclasses.replace(peer, **changes)
     except UserError:
-        return False
-    return True
+        return None

@@ -87,8 +87,10 @@ def _earlier(output: Path) -> list[Path]:
 
 def _stored_in(output: Path, cache: Path | None, *, results: bool) -> list[Stored]:
     found = []
-    for name, patterns in _FOLDERS.items():
-        folder = cache if name == "cache" and cache else output / name
+    folders = [(output / name, patterns) for name, patterns in _FOLDERS.items()]
+    if cache and cache.resolve() != (output / "cache").resolve():  # that of the output folder is of a start without --cache_dir
+        folders.append((cache, _FOLDERS["cache"]))
+    for folder, patterns in folders:
         if folder.is_symlink() or not folder.is_dir():
             continue
         files = _named(folder, patterns)

@@ -68,6 +68,14 @@ def test_an_audit_needs_the_pictures_of_a_dataset_server(tmp_path):
     assert "--datasetserver" in refused.value.fix
 
 
+def test_a_helper_that_audits_is_not_told_that_its_cache_does_nothing(tmp_path, caplog):
+    peer = dataclasses.replace(config(tmp_path), cache_dir=str(tmp_path), cache_gib=5.0, lease_samples=8)
+    assist.warn_of_unused(dataclasses.replace(peer, audit=1, datasetserver="http://127.0.0.1:1"))
+    assert "no use for --lease_samples" in caplog.text and "cache" not in caplog.text
+    assist.warn_of_unused(peer)
+    assert "--cache_dir, --cache_gib" in caplog.text
+
+
 def config(folder):
     return PeerConfig(assist=True, peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), output_dir=str(folder))
 

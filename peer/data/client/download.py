@@ -22,32 +22,38 @@ async def fetch(transport: Transport, cache: ShardCache, digest: str, size: int,
 
     Raises Corrupt, Refusal where the server has no such shard, and UserError when the disk takes nothing.
     """
-    corrupt, backoff = 0, transport.backoff()
     try:
-        path = await asyncio.to_thread(cache.get, digest)
-        while path is None and wanted():
-            cache.make_room(size)
-            part = cache.part(digest)
-            had = _size(part)
-            try:
-                await _download(transport, part, digest, size)
-            except ServerAway as away:
-                backoff = transport.backoff() if _size(part) > had else backoff  # a link that drops and comes back need not be spared
-                await backoff.wait(f"shard {digest[:16]}", away)
-                continue
-            path = await asyncio.to_thread(cache.admit, digest)
-            corrupt += path is None
-            if corrupt == _CORRUPT_TRIES:
-                raise Corrupt(f"Shard {digest[:16]} arrived corrupt {corrupt} times.")
-            if path is None:
-                log.warning("shard %s arrived corrupt; fetching it again", digest[:16])
-        return path
+        with cache.fetched(digest):
+            return await _fetch(transport, cache, digest, size, wanted)
     except OSError as error:
         raise UserError(
             f"Cannot keep shards on the disk: {error.strerror or error}.",
             fix="Free some space, or choose another --cache_dir.",
             code=ExitCode.DISK,
         ) from None
+
+
+async def _fetch(transport: Transport, cache: ShardCache, digest: str, size: int, wanted: Callable[[], bool]) -> Path | None:
+    """As `fetch`; raises OSError when the disk takes nothing."""
+    corrupt, backoff = 0, transport.backoff()
+    path = await asyncio.to_thread(cache.get, digest)
+    while path is None and wanted():
+        cache.make_room(size)
+        part = cache.part(digest)
+        had = _size(part)
+        try:
+            await _download(transport, part, digest, size)
+        except ServerAway as away:
+            backoff = transport.backoff() if _size(part) > had else backoff  # a link that drops and comes back need not be spared
+            await backoff.wait(f"shard {digest[:16]}", away)
+            continue
+        path = await asyncio.to_thread(cache.admit, digest)
+        corrupt += path is None
+        if corrupt == _CORRUPT_TRIES:
+            raise Corrupt(f"Shard {digest[:16]} arrived corrupt {corrupt} times.")
+        if path is None:
+            log.warning("shard %s arrived corrupt; fetching it again", digest[:16])
+    return path
 
 
 async def _download(transport: Transport, part: Path, digest: str, size: int) -> None:

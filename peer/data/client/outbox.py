@@ -54,18 +54,15 @@ class Outbox:
         with self._lock:
             return list(self._letters)
 
-    def put(self, path: str, body: dict[str, Any], *, keep: bool = False) -> Letter:
-        """keep: on disk as well, for the server is away. Raises UserError when the disk does not take it."""
-        letter = Letter(path, body, on_disk=keep)
-        if keep:
-            self._unsaid.keep(body)
+    def put(self, path: str, body: dict[str, Any]) -> Letter:
+        letter = Letter(path, body)
         with self._lock:
             self._letters.append(letter)
         self._news()
         return letter
 
     def keep_rounds(self) -> None:
-        """On disk as well, those that wait: the server was found away. Contributions are kept when they are offered.
+        """On disk as well, those that wait: the server is away. Contributions are kept when they are offered.
 
         Where the disk does not take it, that is no reason to end: others tell of these rounds too.
         """

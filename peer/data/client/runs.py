@@ -140,7 +140,7 @@ async def _ask(method: str, url: str, path: str, body: Any, timeout: float, toke
             left = max(0.1, deadline - time.monotonic())
             try:
                 reply = await exchange(session, method, url, path, body, seconds=left, token=token, signer=signer)
-                if reply.status != 429 and not (reply.status >= 500 and reply.code):
+                if reply.status != 429 and reply.status < 500:  # 502 without a code of ours: a proxy says that its server is away
                     return reply
                 raise ServerAway(f"status {reply.status} ({reply.code or 'try later'})", retry_after(reply.headers))
             except ServerAway as away:

@@ -4,7 +4,8 @@ import contextlib
 import logging
 import re
 import tarfile
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,6 +29,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, limit_bytes: int, pinned: Callable[[], Collection[str]] = tuple):
         self._folder, self._limit, self._pinned = folder / "shards", limit_bytes, pinned
+        self._fetched: Counter[str] = Counter()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -61,6 +63,16 @@ class ShardCache:
             return None
         return part.replace(self._folder / f"{digest}.tar")
 
+    @contextlib.contextmanager
+    def fetched(self, digest: str) -> Iterator[None]:
+        """Meanwhile what has come of this shard stays, whatever the limit."""
+        self._fetched[digest] += 1
+        try:
+            yield
+        finally:
+            self._fetched[digest] -= 1
+            self._fetched = +self._fetched
+
     def make_room(self, needed: int) -> None:
         """Delete the shards that were not used for longest until `needed` more bytes are within the limit."""
         found = []
@@ -69,7 +81,7 @@ class ShardCache:
                 with contextlib.suppress(FileNotFoundError):  # another download of ours has just admitted it
                     found.append((path.stat(), path))
         excess = sum(status.st_size for status, _ in found) + needed - self._limit
-        pinned = set(self._pinned())
+        pinned = {*self._pinned(), *self._fetched}
         for status, path in sorted(found, key=lambda item: item[0].st_mtime):
             if excess <= 0:
                 return

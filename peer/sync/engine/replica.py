@@ -139,7 +139,7 @@ class Replica:
         plausible = Plausible(run, node.peer_id, self.state, self.trainer, self.heads, self._ending, store.discarded)
         self._means = MeanStore(store.folder / "means", rounds_kept(state.buffer.num_bytes, wire.num_bytes))
         self._state_fetch = StateFetch(
-            streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring, store.buffers
+            streams, plausible.refusal, clock, Replaying(wire.num_bytes, outer, self._means), self.bell.ring, store.buffers, self.met, self._rng
         )
         self._catch_up = CatchUp(streams, self.state, self.heads, self.neighbours, self._state_fetch)
         # A round.

@@ -188,7 +188,7 @@ class Machine:
         there = len(Checkpoints(Path(peer.output_dir), checkpoints).paths())
         options = {"checkpoints": checkpoints, "there": there, "average": peer.use_ema, "optimizer": optimizer}
         needed = needed_bytes(trained, swarming=True, on_disk=peer.state_on == "disk", **options)
-        kinds = 1 if peer.own_data else 1 + peer.cache_latents + peer.cache_text
+        kinds = (not peer.own_data) + peer.cache_latents + peer.cache_text
         caches, apart = kinds * peer.cache_gib * 2**30, _existing(peer.cache_folder)
         if apart.stat().st_dev == folder.stat().st_dev:
             needed, apart = needed | {"caches": caches}, None

@@ -62,6 +62,32 @@ def test_something_else_at_the_url_is_a_users_error(body, what):
     assert raised.value.code == ExitCode.NETWORK
 
 
+def test_a_proxy_whose_server_is_away_is_asked_again_for_as_long_as_a_server_is(serve):
+    """nginx says 502 in words of its own, while the server behind it starts again: a peer that came then ended."""
+    host, asked = serve(), []
+
+    class Proxy(Answer):
+        def do_GET(self):
+            asked.append(self.path)
+            if len(asked) > 2:
+                with urllib.request.urlopen(host.url + self.path) as answer:
+                    type(self).body = answer.read()
+                return super().do_GET()
+            self.send_response(502)
+            self.end_headers()
+            self.wfile.write(b"<html>502 Bad Gateway</html>")
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            found = fetch_run(f"http://127.0.0.1:{server.server_address[1]}", 20)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert found.run_id == fetch_run(host.url, 20).run_id and len(asked) == 3
+
+
 def test_a_url_that_refuses_another_run_or_no_url_is_a_users_error(serve):
     host = serve()
     with pytest.raises(UserError, match=r"serves run .* not 1234"):

@@ -44,6 +44,17 @@ def test_the_cache_forgets_what_was_not_used_for_longest_and_nothing_that_is_not
     assert (tmp_path / "shards" / "holiday.tar").exists()
 
 
+def test_what_has_come_of_a_shard_stays_while_it_is_fetched_however_small_the_cache(tmp_path):
+    """Of held-out pictures the next leased shard deleted the part under their download, and the trainer ended with "No such file"."""
+    cache, digest = ShardCache(tmp_path, 0), "a" * 64
+    with cache.fetched(digest), cache.fetched(digest):
+        cache.part(digest).write_bytes(b"half")
+        cache.make_room(100)
+        assert cache.part(digest).exists()
+    cache.make_room(100)
+    assert not cache.part(digest).exists() and not cache._fetched
+
+
 def test_room_is_made_also_while_another_download_is_admitted(tmp_path, monkeypatch):
     """Seen once: held-out pictures came in beside the first lease, and the peer ended with "No such file or directory"."""
     cache = ShardCache(tmp_path, 100)

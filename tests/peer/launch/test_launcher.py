@@ -103,7 +103,7 @@ def test_the_interface_is_the_one_that_leads_to_other_hosts():
 
 def test_one_thread_counts_only_if_the_user_said_it():
     assert said_threads({}) == 0 and said_threads({"OMP_NUM_THREADS": "many"}) == 0
-    assert said_threads({"OMP_NUM_THREADS": "1"}) == 1
+    assert said_threads({"OMP_NUM_THREADS": "1"}) == 1 and said_threads({"OMP_NUM_THREADS": "8,2"}) == 8
     for whose in (TORCHRUN, MPICH | ACCELERATE):
         assert said_threads(whose, of_launcher=dict) == 0
         assert said_threads(whose, of_launcher=lambda: {"OMP_NUM_THREADS": "1"}) == 1

@@ -111,7 +111,10 @@ def test_other_trainers_flags_are_understood(argv, where, expected):
 
 
 @pytest.mark.parametrize("name", sorted(retired_flags.GONE))
-def test_a_flag_without_meaning_is_answered_with_what_to_do(name):
+def test_a_flag_without_meaning_is_answered_with_what_to_do(name, tmp_path):
+    (tmp_path / "run.toml").write_text(f"{name} = true\n")
+    with pytest.raises(UserError, match=f"--{name} has no meaning in this trainer"):
+        parse([*ALONE, "--config", str(tmp_path / "run.toml")])
     with pytest.raises(UserError, match=f"--{name} has no meaning in this trainer"):
         parse([*ALONE, f"--{name}=True"])
     with pytest.raises(UserError, match=r"Unknown flag --\w+_nonsense"):

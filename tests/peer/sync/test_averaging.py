@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import random
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -398,6 +399,51 @@ def test_a_member_that_dials_after_we_gave_up_is_told_why(virtual):
             with pytest.raises(PeerLost, match="gave up: it was bad") as caught:
                 await channel.receive(ANYTHING, seconds=60)
             assert caught.value.culprits == ("bad",) and not caught.value.hearsay
+
+    virtual(scenario)
+
+
+def test_who_asks_again_and_again_for_a_group_that_failed_costs_no_memory(virtual):
+    """An error that is raised again keeps the frames of each time: a thousand streams left three thousand behind."""
+
+    async def scenario(nodes):
+        (one,) = await peers(nodes, 1, Wire("fp16", 2 * PART_ELEMENTS))
+        one.averager._failed["x"] = failure = PeerLost("gave up")
+        for _ in range(50):
+            with pytest.raises(PeerLost, match="gave up"):
+                await one.averager._reduction("x")
+        assert len(list(traceback.walk_tb(failure.__traceback__))) < 10
+
+    virtual(scenario)
+
+
+def test_who_takes_its_means_slowly_has_one_more_round_for_it(virtual):
+    """It took one part in just under its time, for hours, and the reducer kept the mean of each round for it."""
+
+    async def scenario(nodes):
+        wire = Wire("fp16", 2 * PART_ELEMENTS)
+        members = await peers(nodes, 2, wire)
+        one, other = members
+        one.node.host.link.up_mbit = 2.0  # 2 s for a part of 0.5 MB
+        ends, streams = [], []
+        for count in range(4):
+            group, mine = group_of(members, [1, 1], [one], attempt=str(count)), constants(wire, 2)[0]
+            average = asyncio.create_task(one.averager.average(group, mine))
+            streams.append(await other.streams.open(one.id, REDUCE))
+            await streams[-1].send({"group": group.id}, seconds=60)
+            for part in wire.parts:
+                await streams[-1].send({}, memoryview(part.bytes_of(mine).numpy()), seconds=60)
+            await average
+            ends.append(list(one.averager._serving))
+        assert [len(groups) for groups in ends] == [1, 2, 2, 2]
+        with pytest.raises(PeerLost):
+            for _ in range(3):
+                await streams[0].receive(ANYTHING, max_payload=10**7, seconds=60)
+        for _ in wire.parts:
+            await streams[-1].receive(ANYTHING, max_payload=10**7, seconds=60)
+        for channel in streams:
+            channel.close()
+        await until(lambda: not one.averager._serving)
 
     virtual(scenario)
 

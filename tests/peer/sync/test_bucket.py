@@ -7,7 +7,7 @@ import pytest
 
 from peer.config import PeerConfig
 from peer.sync.engine.net.bucket import Bucket
-from peer.sync.engine.net.streams import Channel
+from peer.sync.engine.net.streams import Channel, PeerLost
 from swarm.errors import UserError
 from swarm.pipe import Pipe
 
@@ -50,6 +50,38 @@ def test_a_short_word_does_not_wait_behind_pieces_of_downloads_but_is_paid_for()
         assert clock.now == began
         await bucket.take(256 << 10)
         assert clock.now == pytest.approx((2 * (256 << 10) + 4096) / 125_000 - 0.1)
+
+    asyncio.run(scenario())
+
+
+def test_a_part_of_a_round_waits_for_no_download_and_is_paid_for_by_the_next_ones():
+    async def scenario():
+        clock = Clock()
+        bucket = Bucket(1.0, clock, clock.sleep)
+        for _ in range(8):
+            await bucket.take(256 << 10)
+        began = clock.now
+        for _ in range(2):  # the second waits for the first
+            await bucket.take(500_000, of_round=True)
+        assert clock.now - began == pytest.approx(4.0 - 0.1)
+        await bucket.take(256 << 10)
+        assert clock.now == pytest.approx((8 * (256 << 10) + 1_000_000) / 125_000 - 0.1)
+
+    asyncio.run(scenario())
+
+
+def test_what_could_not_go_in_its_time_is_refused_at_once_and_takes_nobodys_place():
+    async def scenario():
+        clock = Clock()
+        bucket = Bucket(1.0, clock, clock.sleep)
+        await bucket.take(5_000_000)
+        with pytest.raises(TimeoutError, match="spoken for, for 40 s"):
+            await bucket.take(256 << 10, seconds=30.0)
+        assert not clock.now
+        with pytest.raises(PeerLost, match="spoken for"):
+            await Channel("QmPeer", None, bucket).send({}, bytes(100_000), seconds=30.0)
+        await bucket.take(256 << 10, seconds=41.0)
+        assert clock.now == pytest.approx(40.0 - 0.1, abs=0.2)
 
     asyncio.run(scenario())
 

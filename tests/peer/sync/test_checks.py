@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,22 @@ def test_a_group_of_any_size_has_three_checkers_on_average():
         drawn = [sum(is_drawn(signed(f"Qm{peer}", b"lot of round %d" % number), peers) for peer in range(peers)) for number in range(300)]
         assert CHECKERS - 0.5 < sum(drawn) / len(drawn) < CHECKERS + 0.5 and min(drawn) < CHECKERS < max(drawn)
     assert all(is_drawn(signed(f"Qm{peer}", b"lot"), 3) for peer in range(50))
+
+
+def test_who_averaged_all_by_itself_asks_nobody_what_a_mean_was_made_of(virtual, key, monkeypatch):
+    """It asked each member three times for an empty list."""
+
+    async def scenario(nodes):
+        one, _ = await swarm_of(nodes, key, 2)
+        await until(lambda: checks(one)._kept, SECONDS)
+        monkeypatch.setattr(checks_module, "is_drawn", lambda lot, peers: True)
+        kept = checks(one)._kept[-1]
+        sole = SimpleNamespace(mean=SimpleNamespace(shares={}, sent=kept.sent, encoded=None), group=kept.group, state=SimpleNamespace(digest=kept.state))
+        before = len(checks(one)._kept), len(checks(one)._checks)
+        checks(one).averaged(sole, None)
+        assert (len(checks(one)._kept), len(checks(one)._checks)) == (before[0] + 1, before[1])
+
+    virtual(scenario)
 
 
 async def show(channel, look):

@@ -2,10 +2,13 @@
 
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from peer.sync.engine.net.messages import MOST_NAMED
 from peer.sync.engine.round.company import MOST_STRANGERS, Company
+from peer.sync.engine.round.rounds import Rounds
 from swarm.records import PeerRecord
 from tests.peer.sync.swarm_tools import Clock
 
@@ -47,6 +50,15 @@ def test_a_culprit_is_left_out_for_longer_after_every_offence_and_never_for_good
         swarm.company.blame([peer])
         found.append(swarm.rounds_out(peer))
     assert found == rounds and not swarm.company.left_out("bob")
+
+
+def test_strangers_without_a_record_do_not_hide_from_others_whom_we_leave_out():
+    """A ticket names eight. Eight fresh keys that joined wrongly had the one that spoils rounds left out of it."""
+    swarm = Swarm()
+    swarm.company.blame(["bob", *(f"stranger {index}" for index in range(20)), "ann"])
+    rounds = SimpleNamespace(company=swarm.company, _neighbours=SimpleNamespace(knows=FRIENDS.__contains__))
+    named = Rounds._without(rounds)
+    assert named[-2:] == ("bob", "ann") and len(named) == MOST_NAMED and "stranger 19" in named
 
 
 @pytest.mark.parametrize("peer", ["ann", "stranger"])

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import random
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from peer.sync.engine.state import CHUNK_BYTES, Head, State, next_state
 from peer.sync.engine.transfer import download as download_module
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
 from peer.sync.engine.transfer.pace import Slow
-from peer.sync.engine.transfer.state_fetch import StateFetch, WholeState
+from peer.sync.engine.transfer.state_fetch import STALLED_SECONDS, StateFetch, WholeState
 from tests.peer.sync.swarm_tools import ANYTHING, Clock, held, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
@@ -310,6 +312,57 @@ def test_three_identities_that_drip_a_made_up_state_hold_nobody_for_ever(virtual
         chaser.consider(held(claims[:3]), new)
         assert not chaser.signers, "they are not asked again for a while"
         await chaser.close()
+
+    virtual(scenario)
+
+
+def in_order(*holders):
+    return lambda holder: holders.index(holder)
+
+
+def test_holders_that_say_nothing_keep_nobody_from_the_one_behind_them(virtual):
+    """Eight names that come first were asked for 20 s, in which a download that nothing comes of is given up: the ninth was never asked."""
+
+    async def scenario(nodes):
+        base, new = two_states()
+        silent = [(await scripted(nodes, new, after=0, stalls=True))[0] for _ in range(20)]
+        honest, _ = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        download = Download(WholeState(new.digest, base), {*silent, honest}, nodes.clock, in_order(*silent, honest))
+        began = nodes.clock()
+        await download.run(streams)
+        assert same(download, new) and nodes.clock() - began < STALLED_SECONDS and download.asked == {*silent, honest}
+
+    virtual(scenario)
+
+
+def test_who_was_not_asked_is_not_to_blame_for_a_download_that_stalled(virtual):
+    async def scenario(nodes):
+        base, new = two_states()
+        silent = [(await scripted(nodes, new, after=0, stalls=True))[0] for _ in range(8)]
+        honest, script = await scripted(nodes, new)
+        ((_, streams),) = await nodes.streams(1)
+        clock = Clock()
+        chaser = StateFetch(streams, lambda head, header: "", clock, met=silent)
+        claims = [(Head(new.digest, 7), peer) for peer in (*silent, honest)]
+        chaser.consider(held(claims), base)
+        await until(lambda: chaser._fetch.asked == set(silent) and chaser._fetch.download.hashes)
+        clock.now += STALLED_SECONDS + 1
+        chaser.consider(held(claims), base)
+        assert chaser._fetch.holders == {honest} and not script.asked
+        assert (await ended(chaser)).digest == new.digest
+        assert all(chaser.avoids(peer) for peer in silent) and not chaser.avoids(honest)
+
+    virtual(scenario)
+
+
+def test_whom_we_have_met_is_asked_first_and_of_the_others_nobody_comes_first_always(virtual):
+    async def scenario(nodes):
+        ((_, streams),) = await nodes.streams(1)
+        chaser = StateFetch(streams, lambda head, header: "", met=["friend"], rng=random.Random(1))
+        names = [*(f"stranger {index}" for index in range(9)), "friend"]
+        orders = [sorted(names, key=partial(chaser._order, salt)) for salt in ("a", "b")]
+        assert orders[0][0] == orders[1][0] == "friend" and orders[0] != orders[1]
 
     virtual(scenario)
 

@@ -431,6 +431,27 @@ def test_a_leader_that_is_stopped_costs_its_followers_a_few_beats(virtual, monke
         virtual(scenario)
 
 
+def test_a_leader_that_floods_its_follower_with_signs_of_life_is_left_out(virtual, caplog):
+    """Each cost 69 us, and as long as more were there nothing else had its turn: 1.7 Mbit/s of them kept a follower from all it does."""
+
+    async def scenario(nodes):
+        leader, follower = sorted([Peer(await nodes.node()), Peer(await nodes.node())], key=lambda peer: rank("p", peer.id))
+
+        async def flood(channel: Channel) -> None:
+            await channel.receive(ANYTHING, seconds=60)
+            for _ in range(1000):
+                await channel.send({"wait": True}, seconds=60)
+
+        await leader.streams.serve(CALL, leader.matchmaker._calls._answer)
+        await leader.streams.serve(JOIN, flood)
+        with pytest.raises(NoGroup) as caught:
+            await follower.form([leader])
+        assert caught.value.culprits == {leader.id} and "says more often that it lives than every 3 s" in caplog.text
+
+    with caplog.at_level(logging.INFO, "peer.sync"):
+        virtual(scenario)
+
+
 def test_a_leader_whose_trainer_stands_still_tells_its_followers(virtual, monkeypatch):
     monkeypatch.setattr(leading, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(following, "BEAT_SECONDS", 0.2)

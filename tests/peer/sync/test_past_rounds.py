@@ -153,6 +153,7 @@ def test_the_oldest_round_is_not_believed_whose_parent_the_header_does_not_name(
         {"digest": digest(31)[:-4] + "9999"},
         {"samples": 10_000},
         {"round": 30},
+        {"round": 1000},
         {"members": ()},
         {"parent": "9" * 64},
         {"members": (Member("a", 31, 0), Member("b", 31, 34))},

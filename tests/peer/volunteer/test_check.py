@@ -157,6 +157,15 @@ def test_a_disk_that_is_too_small_or_read_only(machine, monkeypatch, tmp_path):
     assert answer(50_000_000_000).mark == OK
 
 
+def test_a_peer_with_pictures_of_its_own_keeps_no_shards_but_what_it_makes_of_them(machine, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**12))
+
+    def found(**options):
+        return asked(machine(train_data_dir=str(tmp_path), **options), "server", "run", "model", "disk").found
+
+    assert "caches" not in found() and "caches 21.5 GB" in found(cache_text=True) and "caches 42.9 GB" in found(cache_latents=True, cache_text=True)
+
+
 def test_caches_on_another_disk_need_no_room_on_that_of_the_result(machine, monkeypatch):
     def answer(there):
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=there if folder == Path("/proc") else 5_000_000_000))

@@ -141,7 +141,7 @@ def test_a_cache_elsewhere_is_cleared_of_our_files_alone(output, tmp_path):
     for name in (f"shards/{HEX}.tar", "holiday.tar"):
         (shared / name).write_bytes(b"1")
     assert main(["--purge", "--output_dir", str(output), "--cache_dir", str(shared), "--yes"]) == 0
-    assert there(shared) == {"holiday.tar"}
+    assert there(shared) == {"holiday.tar"} and there(output) == {*RESULTS, *STRANGERS}, "also what a start without --cache_dir kept"
 
 
 def test_its_log_goes_where_it_is_named(output, tmp_path):

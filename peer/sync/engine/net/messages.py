@@ -64,8 +64,9 @@ _MOST_INCLUDED = MAX_HEADER_BYTES // 32
 _LARGEST_SQUARE = 2.0**1000
 """Of a part: no sum of a state's 3,280 parts (SD 1.5) overflows, and float32's largest values stay far below."""
 _LARGEST_NORM = 2.0**200
-"""Of a contribution: 2^40 of float32's largest values have 2^148."""
-_MOST_ELEMENTS = 1 << 40
+"""Of a contribution: 2^36 of float32's largest values have 2^146."""
+_MOST_ELEMENTS = 1 << 36
+"""The largest open diffusion models have half of that. A helper divides what it is told into parts before it knows whether it has the memory: 10 s."""
 
 
 class BadMessage(ValueError):

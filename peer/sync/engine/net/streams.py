@@ -66,11 +66,11 @@ class Broken(PeerLost):
 class Channel:
     """One stream to `peer`. Everything that goes wrong with it is a PeerLost. upload: what all streams together may send; None: all they can.
 
-    place: where it comes from, as `swarm.places` names it.
+    place: where it comes from, as `swarm.places` names it. of_round: whether a round waits for what it carries.
     """
 
-    def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None, place: str = ""):
-        self.peer, self._pipe, self._upload, self.place = peer, pipe, upload, place
+    def __init__(self, peer: str, pipe: Pipe, upload: Bucket | None = None, place: str = "", *, of_round: bool = False):
+        self.peer, self._pipe, self._upload, self.place, self._of_round = peer, pipe, upload, place, of_round
         self._now = asyncio.get_running_loop().time
         self.sent = self.received = 0
         """Bytes of messages so far, headers included."""
@@ -79,10 +79,11 @@ class Channel:
         """Send one message; waits while the other end is slow. Raises PeerLost."""
         packed = msgpack.packb(message if isinstance(message, dict) else message.wire())
         head = _FRAME.pack(len(packed), len(payload)) + packed
-        if self._upload:
-            await self._upload.take(len(head) + len(payload))
+        until = self._now() + seconds
         try:
-            await self._pipe.send(head, payload, until=self._now() + seconds)
+            if self._upload:
+                await self._upload.take(len(head) + len(payload), seconds=seconds, of_round=self._of_round)
+            await self._pipe.send(head, payload, until=until)
         except OSError as error:
             raise PeerLost(f"{self.peer[-6:]} does not accept data: {_name(error)}") from None
         self.sent += len(head) + len(payload)
@@ -186,13 +187,14 @@ class Streams:
     def __init__(self, node: Dialler, upload: Bucket | None = None, members: Members | None = None):
         self._node, self.peer_id, self._upload, self._members = node, node.peer_id, upload, members
         self._serving: dict[asyncio.Task, str] = {}  # and whom; asyncio itself holds a task only weakly
+        self._of_rounds: set[str] = set()
         self.mishaps: collections.Counter[str] = collections.Counter()
         """Handlers, by the name of their streams, that ended in an error which is nobody's PeerLost: faults of ours."""
 
     async def open(self, peer: str, name: str) -> Channel:
         """Raises PeerLost when `peer` cannot be reached in time."""
         try:
-            channel = Channel(peer, await within(CONNECT_SECONDS, self._node.dial(peer, name)), self._upload)
+            channel = Channel(peer, await within(CONNECT_SECONDS, self._node.dial(peer, name)), self._upload, of_round=name in self._of_rounds)
         except Exception as error:  # hivemind raises its own kinds, and p2pd's death shows as several of asyncio's
             raise PeerLost(f"{peer[-6:]} cannot be reached: {_name(error)}") from None
         if self._members is not None and self._members.needed:
@@ -203,11 +205,14 @@ class Streams:
                 raise
         return channel
 
-    async def serve(self, name: str, handler: Handler) -> None:
-        """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why."""
+    async def serve(self, name: str, handler: Handler, *, of_round: bool = False) -> None:
+        """Answer streams called `name`; a handler's PeerLost ends its stream, telling the other end why. of_round: these streams, ours to others
+        as well, carry what a round waits for."""
+        if of_round:
+            self._of_rounds.add(name)
 
         async def handle(peer: str, place: str, pipe: Pipe) -> None:
-            channel = Channel(peer, pipe, self._upload, place)
+            channel = Channel(peer, pipe, self._upload, place, of_round=of_round)
             self._serving[task := asyncio.current_task()] = channel.peer
             try:
                 if list(self._serving.values()).count(channel.peer) > _STREAMS_PER_PEER:

@@ -10,7 +10,7 @@ more than one part.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -40,6 +40,9 @@ PARTS_OF_A_SENDER = _WINDOW + 1
 """How many of a member's parts a reducer holds at most: those that wait for others', and one on its way."""
 _KNOWN_SOON_SECONDS = 10.0
 _REMEMBERED_FAILURES = 8
+_GROUPS_GIVEN = 2
+"""Groups whose means others may still take from us: the one that is averaged, and the one before. Whoever takes a part in just under its 30 s
+would have us keep a whole mean for hours, and one more of each round."""
 _HEARD_SECONDS = 5.0
 _EXPLAINED_SECONDS = 1.0
 """Whoever gives up because of another says so within that, on the streams of its own share."""
@@ -112,10 +115,12 @@ class Averager:
         self._reductions: dict[str, Reduction] = {}
         self._failed: dict[str, PeerLost] = {}
         """Groups whose share we have given up, the last few: a member that dials us only now is told why."""
+        self._serving: dict[str, dict[asyncio.Task, None]] = {}
+        """Group -> the handlers of those who take its means from us."""
         self._announced = asyncio.Condition()
 
     async def start(self) -> None:
-        await self._streams.serve(REDUCE, self._serve)
+        await self._streams.serve(REDUCE, self._serve, of_round=True)
 
     async def average(self, group: Group, mine: Tensor | None, strangers: Strangers | None = None) -> Mean:
         """The mean, weighted by samples, of all members' vectors. Raises RoundFailed.
@@ -282,7 +287,26 @@ class Averager:
         share, _ = await channel.receive(Share, seconds=CONNECT_SECONDS)
         reduction = await self._reduction(share.group)
         reduction.came(channel.peer)
+        with self._serves(share.group):
+            await self._take_and_give(channel, share.group, reduction)
 
+    @contextlib.contextmanager
+    def _serves(self, group_id: str) -> Iterator[None]:
+        """One more of that group; those of the groups before the last one are ended."""
+        handler = asyncio.current_task()
+        self._serving.setdefault(group_id, {})[handler] = None
+        for former in list(self._serving)[:-_GROUPS_GIVEN]:
+            for late in self._serving.pop(former):
+                late.cancel()
+        try:
+            yield
+        finally:
+            handlers = self._serving.get(group_id, {})
+            handlers.pop(handler, None)
+            if not handlers:
+                self._serving.pop(group_id, None)
+
+    async def _take_and_give(self, channel: Channel, group_id: str, reduction: Reduction) -> None:
         async def take() -> None:
             # The same memory again and again.
             room = torch.empty(PARTS_OF_A_SENDER, max(part.num_bytes for part in reduction.parts), dtype=torch.uint8)
@@ -294,7 +318,7 @@ class Averager:
                     hashes.append(part_hash(part, data))
                     if index == len(reduction.parts) - 1:  # before it is averaged: a group without this is void
                         sent = Input(peer=channel.peer, digest=tree_digest(hashes), signature=said.signature, key=said.key)
-                        reduction.inputs[channel.peer] = self._seals.check_input(share.group, sent)
+                        reduction.inputs[channel.peer] = self._seals.check_input(group_id, sent)
                 reduction.add(channel.peer, index, data)
                 if index >= _WINDOW:
                     await reduction.mean(index - _WINDOW)
@@ -322,7 +346,7 @@ class Averager:
     async def _reduction(self, group_id: str) -> "Reduction":
         # A member may hear of the group, and dial us, a moment before the leader's message reaches us.
         if group_id in self._failed:
-            raise self._failed[group_id]
+            raise self._failed[group_id].with_traceback(None)  # else it grows with each raise, and keeps what each had in hand
         try:
             async with self._announced:
                 await within(_KNOWN_SOON_SECONDS, self._announced.wait_for(lambda: group_id in self._reductions))

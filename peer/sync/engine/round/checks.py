@@ -142,7 +142,7 @@ class SpotChecks:
         if not checked:
             return
         lot = self._node.lot(lot_statement(self._run.digest, kept.state))
-        if is_drawn(lot, len(group.peers)):
+        if mean.shares and is_drawn(lot, len(group.peers)):
             reducers = self._rng.sample(sorted(mean.shares), min(MOST_LOOKS, len(mean.shares)))
             self._checks.append(_Check(kept, lot, tuple(self._seek(kept, reducer, mean.shares[reducer], mean.encoded) for reducer in reducers)))
 

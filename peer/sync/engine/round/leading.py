@@ -62,7 +62,7 @@ class Leading:
         """The group that this peer leads, until it is over."""
 
     async def serve(self) -> None:
-        await self._streams.serve(JOIN, self._answer_join)
+        await self._streams.serve(JOIN, self._answer_join, of_round=True)
 
     def over(self) -> None:
         """The group that `form` returned has averaged, or failed to."""

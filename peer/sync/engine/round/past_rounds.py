@@ -97,6 +97,8 @@ class Past:
         """What the digest of our ancestor of that round begins with, by our header; '' where it does not say."""
         header = self._state.value.header
         back = header.round - round - 1
+        if back < 0:
+            return ""
         if back < len(header.parents):
             return header.parents[back]
         at = (back - len(header.parents)) * ELDER_CHARACTERS

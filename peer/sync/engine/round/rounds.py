@@ -176,7 +176,8 @@ class Rounds:
         return f"{self._rng.getrandbits(64):016x}"
 
     def _without(self) -> tuple[str, ...]:
-        return tuple(self.company.all_left_out()[-MOST_NAMED:])
+        """Whom nobody knows comes first to be passed over: strangers without a record, which are in no group, must not hide who spoiled one."""
+        return tuple(sorted(self.company.all_left_out(), key=self._neighbours.knows)[-MOST_NAMED:])
 
     async def _closed_again(self, group: Group, ticket: Ticket, error: RoundFailed) -> Group:
         """The void `group` once more, without whoever is to blame. Raises NoGroup (docs/decisions/0027)."""

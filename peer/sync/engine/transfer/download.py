@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ PIECE_BYTES = 256 << 10
 """A chunk travels in pieces, so that a slow link is told from a dead one: 10 s a piece are 0.2 Mbit/s."""
 ANSWER_SECONDS = 10.0
 MAX_HOLDERS = 8
+_QUIET_SECONDS = 5.0
 _FIRST_PIECE_SECONDS, _PIECE_SECONDS, _LONGEST_PIECE_SECONDS = 20.0, 10.0, 60.0
 _SLOWER = 8
 """A piece may take this many times as long as the ones before it: a round or another download may have begun at the holder."""
@@ -89,13 +91,21 @@ class Content(Protocol):
 
 
 class Download:
-    """What is there of `content`. `holders` may grow while it runs; `faults`: who failed, and why, since it began."""
+    """What is there of `content`. `holders` may grow while it runs; `asked`: those it came to; `faults`: who failed, and why, since it began."""
 
-    def __init__(self, content: Content, holders: set[str], clock: Callable[[], float] = time.monotonic):
-        self.content, self.holders, self._clock = content, holders, clock
+    def __init__(
+        self,
+        content: Content,
+        holders: set[str],
+        clock: Callable[[], float] = time.monotonic,
+        order: Callable[[str], Any] = lambda holder: holder,
+    ):
+        """order: of the holders, the smaller the sooner."""
+        self.content, self.holders, self._clock, self._order = content, holders, clock, order
         self.hashes: tuple[bytes, ...] | None = None
         self.done: set[int] = set()
         self.faults: dict[str, PeerLost] = {}
+        self.asked: set[str] = set()
         self.given: collections.Counter[str] = collections.Counter()
         """Chunks by holder."""
         self.bytes_received = 0
@@ -121,7 +131,8 @@ class Download:
         self.progressed = self._clock()
         try:
             while not self.complete:
-                for holder in self._ready(drawing):
+                for holder in self._ready(drawing, self._at_once()):
+                    self.asked.add(holder)
                     drawing[holder] = asyncio.create_task(self._draw(streams, holder))
                 # With nobody to put in their place, it may be our own line that is slow: by a chunk of 4 MiB that it drops, nobody is faster.
                 self._share = 1 if self._ready(drawing, len(drawing) + 1) else max(len(drawing), 1)
@@ -133,12 +144,16 @@ class Download:
         finally:
             await end_tasks(*drawing.values())
 
-    def _ready(self, drawing: Collection[str], most: int = MAX_HOLDERS) -> list[str]:
+    def _at_once(self) -> int:
+        """How many to ask: more, the longer nothing comes. Whoever says nothing keeps its place for 20 s, and names that say nothing cost nothing."""
+        return MAX_HOLDERS * (1 + int((self._clock() - self.progressed) / _QUIET_SECONDS))
+
+    def _ready(self, drawing: Collection[str], most: int) -> list[str]:
         """Whom to ask next, so that it makes `most` of them: nobody who lied, who failed not at once again, and who failed seldom first."""
         now = self._clock()
         ready = [
             holder
-            for holder in sorted(self.holders, key=lambda holder: (self._retry.get(holder, (0, now))[0], holder))
+            for holder in sorted(self.holders, key=lambda holder: (self._retry.get(holder, (0, now))[0], self._order(holder)))
             if holder not in drawing and not isinstance(self.faults.get(holder), Lied) and self._retry.get(holder, (0, now))[1] <= now
         ]
         return ready[: most - len(drawing)]
@@ -208,13 +223,17 @@ class Download:
         return self._target[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
     def _next(self, holder: str, pace: "_Pace") -> int | None:
-        """A chunk that nobody was asked for; else the one that is longest on its way, if `holder` would have had it twice by now."""
+        """A chunk that nobody was asked for; else the one that is longest on its way, if `holder` would have had it twice by now.
+
+        No more than two are asked for it, as long as anything comes.
+        """
         now = self._clock()
         index = self._waiting.popleft() if self._waiting else None
         if index is None:
             late = now - max(_AGAIN_FACTOR * pace.chunk_seconds, _AGAIN_SECONDS)
-            slow = [(min(asked.values()), i) for i, asked in self._asked.items() if len(asked) == 1 and holder not in asked]
-            since, oldest = min(slow, default=(now, None))
+            most = 2 if now - self.progressed < _QUIET_SECONDS else math.inf
+            slow = [(len(asked), min(asked.values()), i) for i, asked in self._asked.items() if len(asked) < most and holder not in asked]
+            _, since, oldest = min(slow, default=(0, now, None))
             index = oldest if since <= late else None
         if index is not None:
             self._asked.setdefault(index, {})[holder] = now
@@ -297,9 +316,11 @@ class _Pace:
         return _CHUNKS_AHEAD_WHEN_FAST if self._seconds is not None and self.chunk_seconds < _FAST_SECONDS else _CHUNKS_AHEAD
 
 
-async def ask_manifest(streams: Streams, holders: Collection[str], digest: str) -> Manifest | None:
-    """What the state named `digest` consists of, from the first of `holders` that proves it."""
-    asking = [asyncio.create_task(_ask_manifest(streams, holder, digest)) for holder in sorted(holders)[:MAX_HOLDERS]]
+async def ask_manifest(
+    streams: Streams, holders: Collection[str], digest: str, order: Callable[[str], Any] = lambda holder: holder
+) -> Manifest | None:
+    """What the state named `digest` consists of, from whoever proves it first of the first of `holders`."""
+    asking = [asyncio.create_task(_ask_manifest(streams, holder, digest)) for holder in sorted(holders, key=order)[:MAX_HOLDERS]]
     try:
         for answer in asyncio.as_completed(asking):
             with contextlib.suppress(PeerLost):

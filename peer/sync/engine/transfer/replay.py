@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,10 +177,11 @@ class Replay:
         step: Step,
         clock: Callable[[], float] = time.monotonic,
         buffers: Buffers = IN_MEMORY,
+        order: Callable[[str], Any] = lambda holder: holder,
     ):
-        """num_bytes: of each mean. step: may raise ValueError."""
+        """num_bytes: of each mean. step: may raise ValueError. order: as in `Download`."""
         chain = [digest, *manifest.header.parents]
-        self.ours, self._num_bytes, self._step, self._clock, self._buffers = ours, num_bytes, step, clock, buffers
+        self.ours, self._num_bytes, self._step, self._clock, self._buffers, self._order = ours, num_bytes, step, clock, buffers, order
         kept = rounds_kept(ours.buffer.num_bytes, num_bytes)
         self.digests = chain[: chain.index(ours.digest)][::-1] if ours.digest in chain[1 : kept + 1] else []
         """Of the states to be made, the next one first; none when `ours` is not among the last ancestors."""
@@ -191,7 +193,7 @@ class Replay:
         state = self.ours
         for digest in self.digests:
             content = MeanOf(digest, self._num_bytes, self.ours, self._buffers)
-            self.downloads.append(Download(content, holders, self._clock))
+            self.downloads.append(Download(content, holders, self._clock, self._order))
             await self.downloads[-1].run(streams)
             mean, self.stepping = content.mean(), True
             into = state.buffer if state is not self.ours else None  # of three states at once one is more than was counted

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from peer.sync.engine.buffers import IN_MEMORY, Buffers
 from peer.sync.engine.net.messages import Fetch, StateOffer
 from peer.sync.engine.net.streams import PeerLost, Refused, Streams
+from peer.sync.engine.round.groups import rank
 from peer.sync.engine.state import CHUNK_BYTES, BadState, Head, Header, State
 from peer.sync.engine.transfer.download import Download, Lied, Manifest, ask_manifest
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
@@ -94,6 +97,8 @@ class _Fetch:
     """Ours when it began."""
     download: Download
     began: float
+    salt: str
+    """For the order in which holders are asked."""
     replay: Replay | None = None
     replayed: bool = False
     task: asyncio.Task | None = None
@@ -104,6 +109,10 @@ class _Fetch:
 
     def last_progress(self, now: float) -> float:
         return now if self.replay and self.replay.stepping else max(download.progressed for download in self.downloads)
+
+    @property
+    def asked(self) -> set[str]:
+        return set().union(*(download.asked for download in self.downloads))
 
     @property
     def faults(self) -> dict[str, PeerLost]:
@@ -127,9 +136,12 @@ class StateFetch:
         replaying: Replaying | None = None,
         ended: Callable[[], None] = lambda: None,
         buffers: Buffers = IN_MEMORY,
+        met: Container[str] = (),
+        rng: random.Random | None = None,
     ):
-        """buffers: make the memory of what is fetched. ended: called when a fetch has come to its end. refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
+        """met: the peers that we have averaged with. buffers: make the memory of what is fetched. ended: called when a fetch has come to its end. refusal: why a state with that header is not to be taken over as the head that was promised; '' when it is."""
         self._streams, self._refusal, self._clock, self._replaying, self._ended, self._buffers = streams, refusal, clock, replaying, ended, buffers
+        self._met, self._rng = met, rng or random.SystemRandom()
         self._fetch: _Fetch | None = None
         self._partial: Partial | None = None
         self._penalties: dict[str, tuple[int, float]] = {}
@@ -195,16 +207,20 @@ class StateFetch:
             self._give_up(fetch, Slow(f"it has not come within {longest:.0f} s"))
 
     def _begin(self, head: Head, holders: set[str], ours: State) -> None:
-        content = WholeState(head.digest, ours, self._partial, self._buffers)
-        download, self._partial = Download(content, holders, self._clock), None
-        self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock())
+        content, salt = WholeState(head.digest, ours, self._partial, self._buffers), f"{self._rng.getrandbits(64):016x}"
+        download, self._partial = Download(content, holders, self._clock, partial(self._order, salt)), None
+        self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock(), salt)
         log.info("fetching state=%s samples=%d holders=%d", head.digest[:8], head.samples, len(holders))
         fetch.task = asyncio.create_task(self._chase(fetch, ours))
         fetch.task.add_done_callback(lambda task: self._ended())
 
+    def _order(self, salt: str, holder: str) -> tuple[int, bool, str]:
+        """Who failed us seldom comes first, then whom we have met, then chance: a name that comes first in any fixed order is found in no time."""
+        return self._penalties.get(holder, (0, 0.0))[0], holder not in self._met, rank(salt, holder)
+
     async def _chase(self, fetch: _Fetch, ours: State) -> State:
         """Repeat the last rounds if that leads from `ours` there; else, or if it fails, fetch the whole state."""
-        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest)
+        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest, partial(self._order, fetch.salt))
         if manifest is not None and (refusal := self._refusal(fetch.head, manifest.header)):
             raise BadState(refusal)
         if manifest is not None and self._replaying is not None:
@@ -215,7 +231,9 @@ class StateFetch:
         return fetch.download.content.state()
 
     async def _replayed(self, fetch: _Fetch, ours: State, manifest: Manifest, replaying: Replaying) -> State | None:
-        fetch.replay = Replay(ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock, self._buffers)
+        fetch.replay = Replay(
+            ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock, self._buffers, partial(self._order, fetch.salt)
+        )
         if not fetch.replay.digests:
             return None
         try:
@@ -273,8 +291,12 @@ class StateFetch:
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
         log.warning("could not fetch state=%s: %s", fetch.head.digest[:8], error)
         self.trouble = f"could not fetch a newer state: {error}"
-        for peer in fetch.holders:
-            self._penalize(peer, fetch.faults.get(peer, error) if isinstance(error, PeerLost) else error)
+        if not isinstance(error, PeerLost):  # it is of no use, whoever gives it
+            for peer in fetch.holders:
+                self._penalize(peer, error)
+            return
+        for peer in fetch.asked or fetch.holders:  # who was not asked comes next
+            self._penalize(peer, fetch.faults.get(peer, error))
 
     def _forgive(self, fetch: _Fetch) -> None:
         """The download succeeded: only who lied meanwhile is to be avoided."""
