@@ -48,8 +48,13 @@ def http_error(raised: web.HTTPException) -> web.Response:
 
 
 def error(status: int, code: str, message: str, fix: str, headers: Mapping[str, str] | None = None) -> web.Response:
-    body = protocol.ErrorAnswer(error=protocol.ErrorBody(code=code, message=message[:2000], fix=fix[:2000]))
+    body = protocol.ErrorAnswer(error=protocol.ErrorBody(code=code, message=_text(message), fix=_text(fix)))
     return web.Response(body=canonical_json(body.model_dump()), status=status, content_type="application/json", headers=headers)
+
+
+def _text(said: str) -> str:
+    """What a header said may stand in it, with bytes that are no UTF-8."""
+    return said.encode(errors="backslashreplace").decode()[:2000]
 
 
 async def read(request: web.Request, model: type[Request]) -> Request:

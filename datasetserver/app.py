@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from datasetserver import answers
 from datasetserver.addresses import is_this_machine, visible_maddrs
@@ -48,10 +48,17 @@ def make_app(service: Service) -> web.Application:
     app.cleanup_ctx.append(service.watch.running)
     for endpoint in ENDPOINTS:
         if endpoint.method == "GET":
-            app.router.add_get(endpoint.route, endpoint.handler)  # HEAD too
+            app.router.add_get(endpoint.route, endpoint.handler, expect_handler=_continue)  # HEAD too
         else:
-            app.router.add_route(endpoint.method, endpoint.route, endpoint.handler)
+            app.router.add_route(endpoint.method, endpoint.route, endpoint.handler, expect_handler=_continue)
     return app
+
+
+async def _continue(request: web.Request) -> None:
+    """As aiohttp's own, which answers 417 to what it does not know: past the gate, with its limits and its one form of error."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # else the answer's head counts as sent
 
 
 # -- what anyone may read

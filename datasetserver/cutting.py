@@ -88,8 +88,11 @@ class Batches:
 
     def add(self, name: str, result: Sample | str, keeper: Writer | NoKeeper) -> None:
         """The next pair's sample, or why it has none."""
+        digest = b""
         if not isinstance(result, str):
-            result = self._unless_dropped(name, result)
+            digest = blake3(result.picture.data).digest()
+            if self._drop and (first := self._twin(name, digest)):
+                result = f"the same picture as {first}"
         if isinstance(result, str):
             self._say("rejected", name, result)
         else:
@@ -98,20 +101,15 @@ class Batches:
                 self._cut(keeper)
             self._samples.append(result)
             self._bytes += size
-            self._note(name, result)
+            self._note(name, result, digest)
         self._news["taken"] += 1
-
-    def _unless_dropped(self, name: str, sample: Sample) -> Sample | str:
-        first = self._twin(name, blake3(sample.picture.data).digest())
-        return f"the same picture as {first}" if first and self._drop else sample
 
     def _twin(self, name: str, digest: bytes) -> str | None:
         """The first picture of these bytes; None when it is this one, which may come several times an epoch."""
         first = picture_of(self._first.get(digest, name))
         return first if first != picture_of(name) else None
 
-    def _note(self, name: str, sample: Sample) -> None:
-        digest = blake3(sample.picture.data).digest()
+    def _note(self, name: str, sample: Sample, digest: bytes) -> None:
         self._news["samples"].append((name, digest.hex()))
         if sample.picture.change:
             self._say("changed", name, sample.picture.change)

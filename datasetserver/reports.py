@@ -174,7 +174,7 @@ class Reports:
         if last != self._countersigned:
             self._countersigned = last
             self._store.set_countersigned(last)
-        return last if any(state.digest == last for state in self.tree.back()) else ""
+        return last if last and any(state.digest == last for state in self.tree.back()) else ""
 
     @property
     def sure(self) -> State | None:

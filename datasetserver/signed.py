@@ -51,13 +51,17 @@ class Signatures:
         self._since = self._clock()
         self._seen: dict[int, float] = {}
 
+    def glance(self, headers: Mapping[str, str]) -> tuple[str, str, str]:
+        """Key, time and signature, as they are said. Raises Refused (403) for a request that `check` would refuse whatever its body is."""
+        key, at, signature = (headers.get(name, "") for name in (KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER))
+        if not (key and at and signature):
+            raise Refused(403, "signature_needed", "Nothing shows which peer makes this request.", _SIGN)
+        self._refuse_old(at)
+        return key, at, signature
+
     def check(self, peer: str, method: str, path: str, headers: Mapping[str, str], body: bytes) -> None:
         """Raises Refused: 403 where it is not `peer` that speaks, now, and 503 when more were seen than there is room for."""
-        given = [headers.get(name, "") for name in (KEY_HEADER, TIME_HEADER, SIGNATURE_HEADER)]
-        if not all(given):
-            raise Refused(403, "signature_needed", f"Nothing shows that this request is {peer}'s.", _SIGN)
-        key, at, signature = given
-        self._refuse_old(at)
+        key, at, signature = self.glance(headers)
         said = statement(method, path, at, body)
         name = hash((peer, said))  # not the signature, which base64 can write in sixteen ways
         if name in self._seen:

@@ -173,7 +173,7 @@ def draw(model: Any, prompt: str, config: GenerateConfig, name: str) -> list[Pat
                 **{model.facts.guided_by: model.facts.guidance, **model.drawn_with, **_guidance(model, config)},
                 height=config.size or None,
                 width=config.size or None,
-                generator=[torch.Generator().manual_seed(config.seed + number) for number in numbers],
+                generator=[torch.Generator().manual_seed((config.seed + number) % 2**64) for number in numbers],
             ).images
         for number, image in zip(numbers, images, strict=True):
             paths.append(out / f"{name}-{number:03}.png")

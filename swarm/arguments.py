@@ -1,6 +1,7 @@
 """Command lines whose mistakes are told as every other mistake is: one line, without a page of usage before it."""
 
 import argparse
+import contextlib
 import copy
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -9,6 +10,14 @@ from swarm.errors import UserError
 from swarm.version import VERSION
 
 _ALL = "all"
+
+
+def seconds(text: str) -> float:
+    """A time to wait, as a flag's `type`."""
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 86_400:
+            return float(text)
+    raise argparse.ArgumentTypeError("use 0.1 to 86400 seconds")
 
 
 class ArgumentParser(argparse.ArgumentParser):

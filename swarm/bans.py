@@ -117,10 +117,13 @@ class Bans:
                     self._countersigning = word
                 else:
                     self._newest[word.about] = word
+                    if len(self._newest) > MOST_BANS:
+                        least = min(self._newest.values(), key=_worth)
+                        del self._newest[least.about]
+                        if least is word:  # said again, it would be news each time
+                            continue
                 self.version += 1
                 log.log(logging.DEBUG if _countersigns(word) else logging.INFO, "the host %s %s%s", _does(word), word.about, f": {word.reason}" if word.reason else "")
-        while len(self._newest) > MOST_BANS:
-            del self._newest[min(self._newest.values(), key=lambda word: (word.banned or word.trusted, *_age(word))).about]
         if self.version > before:
             if self._run.members_of:  # all peers know whose word counts; else one that does not would wait to lead, and nobody would come
                 self._trusted = frozenset(word.about for word in self._newest.values() if word.trusted and not word.banned)
@@ -208,6 +211,11 @@ def _does(word: HostWord) -> str:
     if is_state(word):
         return "discards state" if word.banned else "takes back what it said of state"
     return "bans" if word.banned else "trusts" if word.trusted else "neither bans nor trusts"
+
+
+def _worth(word: HostWord) -> tuple[bool, int, str]:
+    """Of more than `MOST_BANS` the least goes."""
+    return word.banned or word.trusted, *_age(word)
 
 
 def _age(word: HostWord) -> tuple[int, str]:

@@ -29,7 +29,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from swarm import clock, dht_direct, reachability
 from swarm.daemon import Daemon
 from swarm.dht_blacklist import Forgiving
-from swarm.dht_protocol import DHTProtocol
+from swarm.dht_protocol import DHTProtocol, refusals
 from swarm.dht_rules import RUNS_KEY, Rules, Signatures, key_in, peers_key, signer_of
 from swarm.dht_storage import MOST_OF_A_KEY
 from swarm.errors import ExitCode, UserError
@@ -141,15 +141,21 @@ class SwarmNode:
                 await daemon.close()
                 daemon = await Daemon.start(**common, **nowhere)
             validator = Signatures(identity.key)
-            dht = await DHTNode.create(
-                p2p=daemon.p2p,
-                initial_peers=common["initial_peers"],
-                client_mode=bool(client_mode),
-                record_validator=CompositeValidator([rules := Rules(), validator]),
-                cache_locally=False,  # a cache has no bounds, and would be handed on
-                cache_nearest=0,
-                bootstrap_timeout=5,
-            )
+            with refusals() as refused:
+                try:
+                    dht = await DHTNode.create(
+                        p2p=daemon.p2p,
+                        initial_peers=common["initial_peers"],
+                        client_mode=bool(client_mode),
+                        record_validator=CompositeValidator([rules := Rules(), validator]),
+                        cache_locally=False,  # a cache has no bounds, and would be handed on
+                        cache_nearest=0,
+                        bootstrap_timeout=5,
+                    )
+                except RuntimeError:  # nobody has answered as it should
+                    if refused:
+                        raise refused[0] from None
+                    raise
             dht.blacklist = Forgiving()
             await reachability.Prober(daemon.p2p).start()
         except BaseException:

@@ -6,6 +6,7 @@ their records every 5 s, at the nodes that are nearest by then, and their run's 
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections.abc import Collection, Coroutine, Iterator
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import hivemind.dht.node
 import msgpack
 from hivemind.dht import protocol
+from hivemind.dht.protocol import ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
-from hivemind.utils.timed_storage import ValueWithExpiration
+from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from swarm.budget import Budgets
 from swarm.dht_rules import signer_of
@@ -40,6 +42,24 @@ _MOST_CLAIMED = 4096
 _DICTIONARY = 0x50
 
 
+_REFUSALS: contextvars.ContextVar[list[ValidationError] | None] = contextvars.ContextVar("refusals", default=None)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[list[ValidationError]]:
+    """Why peers that were pinged within it refuse us."""
+    token = _REFUSALS.set(found := [])
+    try:
+        yield found
+    finally:
+        _REFUSALS.reset(token)
+
+
+def _is_node_id(data: bytes) -> bool:
+    """'' for who has none."""
+    return len(data) in (0, _ID_BYTES)
+
+
 class DHTProtocol(protocol.DHTProtocol):
     """Named like hivemind's, since the name is on the wire."""
 
@@ -52,6 +72,7 @@ class DHTProtocol(protocol.DHTProtocol):
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._served, self._asked = (Budgets(ASKS_PER_SECOND, ASKS_AT_ONCE) for _ in range(2))
+        self._pinged = Budgets(ASKS_PER_SECOND, ASKS_AT_ONCE)
         self._renamed = Budgets(_RENAMINGS_PER_SECOND, 2)
         self._claimed: dict[PeerID, DHTID] = {}
         self._watched: list[tuple[DHTID, set[PeerID]]] = []
@@ -59,18 +80,37 @@ class DHTProtocol(protocol.DHTProtocol):
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         """Keep records of the caller itself."""
-        self._serve(context.remote_id, request.keys)
+        self._serve(context.remote_id, request)
         columns = (request.keys, request.subkeys, request.values, request.expiration_time, request.in_cache)
         if len({len(column) for column in columns}) != 1:
             raise ValueError("a question that is not aligned")
-        self._begin(self.rpc_ping(dht_pb2.PingRequest(peer=request.peer), context))
+        self._begin(super().rpc_ping(dht_pb2.PingRequest(peer=request.peer), context))
         caller = context.remote_id.to_base58()
         kept = [not in_cache and self._keep(caller, *record) for *record, in_cache in zip(*columns, strict=True)]
         return dht_pb2.StoreResponse(store_ok=kept, peer=self.node_info)
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        self._serve(context.remote_id, request.keys)
+        self._serve(context.remote_id, request)
         return await super().rpc_find(request, context)
+
+    async def rpc_ping(self, request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
+        """Who wants us to look whether we reach it costs us 3 s of a call, and where it asks too often gets no more than our name."""
+        if not _is_node_id(request.peer.node_id) or not self._pinged.take(context.remote_id):
+            return dht_pb2.PingResponse(peer=self.node_info, dht_time=get_dht_time(), available=False)
+        return await super().rpc_ping(request, context)
+
+    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
+        """As hivemind's, but who answers with a wrong time, or a name that is none, has not answered: one such keeps nobody out of a swarm.
+
+        What it said is kept, for when nobody answers better (`refusals`).
+        """
+        try:
+            return await super().call_ping(peer, validate, strict)
+        except (ValidationError, AssertionError, ValueError, OverflowError) as error:
+            log.debug("%s answers a ping wrongly: %r", peer, error)
+            if isinstance(error, ValidationError) and (found := _REFUSALS.get()) is not None:
+                found.append(error)
+            return None
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict[DHTID, PeerID]]] | None:
         """Ask `peer` for records and for nodes nearer to them; None when it does not answer, or not as it should.
@@ -132,12 +172,14 @@ class DHTProtocol(protocol.DHTProtocol):
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
-    def _serve(self, caller: PeerID, keys: Collection[bytes]) -> None:
+    def _serve(self, caller: PeerID, request: dht_pb2.StoreRequest | dht_pb2.FindRequest) -> None:
         """Raises ValueError for a question that is not answered."""
         if not self._served.take(caller):
             raise ValueError("too many questions")
-        if len(keys) > _MOST_ASKED or any(len(key) != _ID_BYTES for key in keys):
+        if len(request.keys) > _MOST_ASKED or any(len(key) != _ID_BYTES for key in request.keys):
             raise ValueError("too long a question")
+        if not _is_node_id(request.peer.node_id):
+            raise ValueError("a node of no name")
 
     def _keep(self, caller: str, key: bytes, subkey: bytes, value: bytes, expiration_time: float) -> bool:
         try:

@@ -113,8 +113,13 @@ class RecordStore:
         strangers = [owner for owner in kept if owner != self.ours and not self.is_known(owner)]
         if not strangers:
             return False
-        self._drop(key, min(strangers, key=lambda owner: kept[owner].expiration_time))
-        return self._has_room(key, subkey, value, before)
+        first = min(strangers, key=lambda owner: kept[owner].expiration_time)
+        more = len(subkey) + len(value) - len(first) - len(kept[first].value)
+        fits = key in self._reserved or self._has_room_besides(key, more)
+        if self._of_owner[subkey] >= MOST_OF_AN_OWNER or self._keys[key].num_bytes + more > BYTES_OF_A_KEY or not fits:
+            return False
+        self._drop(key, first)
+        return True
 
     def _drop(self, key: DHTID, subkey: bytes) -> None:
         kept = self._keys.get(key)

@@ -5,6 +5,7 @@ What strangers say gets into both (names, addresses, reasons): a terminal is tol
 
 import json
 import logging
+import math
 import re
 import sys
 import time
@@ -83,7 +84,8 @@ def setup_logging(*, debug: bool = False, name: str = "", log_format: str = TEXT
 def line(text: str, *, level: int = logging.INFO, **fields: Any) -> str:
     """One line in the format that was set up, past all loggers: for an entry's last word, and for a signal's handler, which may not log."""
     if _format == JSON:
-        values = {"time": round(time.time(), 3), "level": _LEVELS.get(level, str(level)), "logger": "", "event": text, "fields": fields}
+        values = {"time": round(time.time(), 3), "level": _LEVELS.get(level, str(level)), "logger": "", "event": text}
+        values["fields"] = {name: _said(value) for name, value in fields.items()}
         return json.dumps(values, default=str)
     return plain(text)
 
@@ -93,6 +95,11 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def _said(value: Any) -> Any:
+    """A number, or text: of floats that are not finite, JSON knows none."""
+    return value if isinstance(value, (bool, int, type(None))) or (isinstance(value, float) and math.isfinite(value)) else str(value)
 
 
 def event_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
@@ -109,7 +116,7 @@ def event_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]]:
                 return record.getMessage(), {}
             value = next(values)
             if place["key"]:
-                fields[place["key"]] = value if isinstance(value, (bool, int, float, type(None))) else str(value)
+                fields[place["key"]] = _said(value)
                 rest.append(template[last : place.start()])
                 last = place.end()
             else:

@@ -12,6 +12,7 @@ import asyncio
 import ipaddress
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _QUEUE = 2
 _PATIENCE_SECONDS, _AGAIN_SECONDS = 75.0, 5.0
 """How long a peer goes on asking busy ones, and how often: a budget is full for a minute, and two dials may come before ours."""
 _MAX_REQUEST_BYTES = 4096
+_ADDRESS = re.compile(r"/ip[46]/[0-9a-f.:]{2,39}/tcp/[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,10 @@ async def _ask(p2p: P2P, peer: PeerID, maddrs: Sequence[str]) -> tuple[str | Non
     try:
         request = json.dumps(list(maddrs[:_MAX_ADDRESSES])).encode()
         answer = json.loads(await asyncio.wait_for(p2p._client.call_unary_handler(peer, DIAL_ME, request), ASK_SECONDS))
-        return (answer["reached"], False) if isinstance(answer["reached"], str) else (None, answer.get("busy") is True)
+        reached = answer["reached"]
+        if isinstance(reached, str) and reached and reached not in maddrs and not _ADDRESS.fullmatch(reached):
+            raise ValueError("no address")  # it would stand in a command that the owner is told to run
+        return (reached, False) if isinstance(reached, str) else (None, answer.get("busy") is True)
     except asyncio.TimeoutError:
         return None, True
     except Exception as error:  # one that knows no such question or is gone: hivemind raises its own kinds

@@ -13,7 +13,7 @@ import msgpack
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from swarm.signing import MOST_SIGNATURE
+from swarm.signing import SIGNATURE
 from swarm.unpacking import fault, unpack
 
 RECORD_LIFE_SECONDS = 20.0
@@ -55,8 +55,8 @@ _LINE = AfterValidator(_printable)
 """Behind the bound of its length: before it, pydantic calls two functions of Python for each string, and a record has some twenty."""
 Text = Annotated[str, Field(strict=True, max_length=64, pattern=r"^[\x20-\x7e]*$")]
 """A peer's id, a digest or another name: nothing that a message between peers could not say (`net.messages`)."""
-Signature = Annotated[str, Field(strict=True, max_length=MOST_SIGNATURE), _LINE]
-"""Of the host's key: see `swarm.signing`."""
+Signature = Annotated[str, Field(strict=True, pattern=rf"^({SIGNATURE})?$")]
+"""Of the host's key: see `swarm.signing`. One spelling only: with a space behind it, it would be another word of the host."""
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Seal = Annotated[str, Field(strict=True, pattern=SEAL)]

@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from swarm import protocol, run_identity
-from swarm.arguments import ArgumentParser
+from swarm.arguments import ArgumentParser, seconds
 from swarm.base_model import shown_model
 from swarm.dialling import dialable, grounds
 from swarm.errors import ExitCode, UserError, run_program, why
@@ -56,22 +56,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("where", help="URL of its dataset server (http://203.0.113.7:9090), or multiaddr of a peer (/ip4/.../p2p/...)")
     parser.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
-    parser.add_argument("--every", type=_seconds, default=2.0, metavar="SECONDS", help="with --watch: ask every SECONDS [2]")
+    parser.add_argument("--every", type=seconds, default=2.0, metavar="SECONDS", help="with --watch: ask every SECONDS [2]")
     parser.add_argument("--json", action="store_true", help="print everything known as JSON, for programs; with --watch a line each time")
     parser.add_argument("--run_id", default="", help="which run, when the peers at a multiaddr serve several")
     parser.add_argument(
         "--token", default=None, help="the token that its host gave you, if it asks for one; or DD_TOKEN in the environment"
     )
-    parser.add_argument("--timeout", type=_seconds, default=15.0, metavar="SECONDS", help="longest wait for an answer [15]")
+    parser.add_argument("--timeout", type=seconds, default=15.0, metavar="SECONDS", help="longest wait for an answer [15]")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     return parser.parse_args(with_token(argv))
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 86_400:
-        raise argparse.ArgumentTypeError("use 0.1 to 86400 seconds")
-    return value
 
 
 def _main(args: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from peer.launch.launcher import Rank, said_threads
 from peer.launch.starting_model import load_model
 from peer.machine.device import Precision, choose_device, choose_precision
 from peer.machine.turns import Turns, takes_turns
+from peer.models.diffusion.pipeline import files_read
 from peer.models.diffusion.source import locate
 from peer.rooms import load_part
 from swarm.advice import size
@@ -110,7 +111,7 @@ def load(errand: Errand, state: Path, work: Work) -> Loaded:
 
     peer, run = errand.peer, errand.run
     source = locate(errand.given.get("model") or run.model)
-    weights = [source] if source.is_file() else source.glob("*/*.safetensors")
+    weights = files_read(source)
     if state.stat().st_size + sum(path.stat().st_size for path in weights) > errand.memory_bytes:
         raise work.out_of_memory(errand)
     torch.set_num_threads(peer.num_threads or said_threads() or max(1, len(os.sched_getaffinity(0)) // 2))

@@ -5,6 +5,7 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,7 @@ class Showing:
         if self._last is not None and not self._last.done():
             try:
                 self._last.result(_CLOSE_SECONDS)
-            except TimeoutError:
+            except FutureTimeout:
                 log.info("the last pictures did not reach the dataset server")
         self._thread.shutdown(wait=False, cancel_futures=True)
 

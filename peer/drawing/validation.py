@@ -62,7 +62,7 @@ class Validation:
                 num_inference_steps=self.denoising_steps,
                 height=self.side,
                 width=self.side,
-                generator=[torch.Generator().manual_seed(self.seed + number) for number in range(self.images)],
+                generator=[torch.Generator().manual_seed((self.seed + number) % 2**64) for number in range(self.images)],
             ).images
 
     def _publish(self, step: int, rows: list[list[Any]]) -> None:

@@ -22,7 +22,8 @@ class Accounts:
         self._aside: list[str] = []
 
     def trained(self, keys: Sequence[str]) -> None:
-        self._open.extend(keys)
+        if self._source:
+            self._open.extend(keys)
 
     def unusable(self, keys: Sequence[str]) -> None:
         """They cannot be decoded, by anyone: done with."""
@@ -36,7 +37,8 @@ class Accounts:
 
     def set_aside(self, keys: Sequence[str]) -> None:
         """They made the loss or a gradient infinite: not now again, perhaps later; given back when this peer leaves."""
-        self._aside.extend(keys)
+        if self._source:
+            self._aside.extend(keys)
 
     def register(self, number: int) -> str | None:
         """All samples still open are in contribution `number`: its receipt, '' without one.

@@ -404,4 +404,4 @@ def load_result(params: Params, loaded: Mapping[str, Any]) -> None:
     """Overwrite `params` by what a checkpoint's run would export: their average where one was kept (--use_ema). Raises as `load_params`."""
     average = (loaded.get("average") or {}).get("average")
     kept = average and average["optimization_step"]
-    load_params(params, dict(zip(params, average["shadow_params"], strict=True)) if kept else loaded["params"])
+    load_params(params, dict(zip(loaded["params"], average["shadow_params"], strict=True)) if kept else loaded["params"])

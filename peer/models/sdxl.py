@@ -1,15 +1,12 @@
 """Stable Diffusion XL: two text encoders, and a UNet that is told the sizes of the picture that it was cut from."""
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from peer.contracts import LatentBatch, Text
-from peer.models.diffusion.pipeline import load_pipeline
 from peer.models.diffusion.prompts import final_norm, hidden_states, last_layers, tokenize
 from peer.models.diffusion.unet import UNetModel
 from swarm.errors import UserError
@@ -18,27 +15,16 @@ from swarm.run.families.sdxl import FAMILY
 from swarm.run_config import RunConfig
 
 
-def load(source: Path, device: torch.device | None, run: RunConfig) -> "SDXL":
-    """The model from a diffusers folder, a Hub id or a .safetensors file, in float32. device None: as it is in its files, until it is placed. Raises UserError when it is no SDXL base."""
-    read = partial(load_pipeline, FAMILY, source, run.model_config)
-    pipeline = read(as_filed=device is None)
-    if pipeline.text_encoder is None:
-        raise UserError(f"{source} is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
-    if pipeline.text_encoder_2 is None:
-        raise UserError(
-            f"{source} does not load as a SDXL pipeline: it has one text encoder.", fix="Fetch it again, or check --family (sdxl)."
-        )
-    model = SDXL(pipeline, device, run)
-    model.read = read
-    return model
-
-
 class SDXL(UNetModel):
     """Reads both encoders below their last layer, and the second one's embedding of the whole caption."""
 
     facts = FAMILY
 
     def __init__(self, pipeline: Any, device: torch.device | None, run: RunConfig):
+        if pipeline.text_encoder is None:
+            raise UserError("The model is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
+        if pipeline.text_encoder_2 is None:
+            raise UserError("The model does not load as a SDXL pipeline: it has one text encoder.", fix="Fetch it again, or check --family (sdxl).")
         depths = {name: getattr(pipeline, name).config.num_hidden_layers - 1 for name in ("text_encoder", "text_encoder_2")}
         check_clip_skip(run.clip_skip, **depths)
         super().__init__(pipeline, device, run)
@@ -65,3 +51,6 @@ class SDXL(UNetModel):
         geometry = whole if batch.geometry is None else batch.geometry
         time_ids = geometry.to(batch.latents.device, torch.float32)
         return {**super().conditioning(batch), "added_cond_kwargs": {"text_embeds": batch.text["pooled"], "time_ids": time_ids}}
+
+
+load = SDXL.load

@@ -30,7 +30,7 @@ _PRECIOUS = (*RESULTS, "checkpoint-*", "state", "settled")
 """What is another's work, should nothing say whose."""
 _OF_A_RUN = (
     *_PRECIOUS, ".model*", ".learned_embeds*", ".checkpoint-*", "kind.json", "extension.json", "rounds.jsonl", "rounds.1.jsonl", "metrics.jsonl", "peers_met.json",
-    "logs", "profile",
+    "bans.json", "logs", "profile",
 )  # fmt: skip
 _RESULT = "model"
 _OF_THE_FOLDER = ("README.md", "result.json")

@@ -177,7 +177,7 @@ def _draw(
 ) -> list[bytes]:
     """Each as a PNG. told: the pipeline's arguments for a number of pictures: what they show."""
     with torch.no_grad(), precision.autocast(), untouched(model, precision.device):
-        generators = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in numbers]
+        generators = [torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**64) for number in numbers]
         pictures = model.pipeline(**told(len(numbers)), num_inference_steps=steps, height=side, width=side, generator=generators).images
     files = [io.BytesIO() for _ in pictures]
     for picture, file in zip(pictures, files, strict=True):

@@ -33,6 +33,10 @@ class History:
         """How the run is now; returns whether a point was added. Points of another run are forgotten."""
         if run_id != self._run:
             self._begin(run_id)
+        if any(each[0] > point[0] for each in (*self._points[-1:], *self._open[-1:])):  # the clock was ahead
+            self._points, self._open = ([each for each in points if each[0] <= point[0]] for points in (self._points, self._open))
+            self._keep(self._points, anew=True)
+            self.version += 1
         self._open.append(point)
         last = self._points[-1][0] if self._points else self._open[0][0] - self._period
         if point[0] - last < self._period:

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from swarm import status
-from swarm.arguments import ArgumentParser
+from swarm.arguments import ArgumentParser, seconds
 from swarm.errors import UserError, run_program
 from swarm.interrupts import stop_event
 from swarm.listening import listen, url_of
@@ -51,7 +51,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--port", type=int, default=9091, help="port to listen on; 0: any free one [9091]")
     parser.add_argument("--history", default="", metavar="FILE", help="keep the charts in this file across restarts; default: forget them")
-    parser.add_argument("--timeout", type=float, default=15.0, metavar="SECONDS", help="longest wait for an answer [15]")
+    parser.add_argument("--timeout", type=seconds, default=15.0, metavar="SECONDS", help="longest wait for an answer [15]")
     parser.add_argument("--debug", action="store_true", help="log more, and show tracebacks")
     return parser.parse_args(argv)
 

@@ -116,6 +116,8 @@ class Watch:
     async def events(self, request: web.Request, who: str, is_admitted: Callable[[], bool] = lambda: True) -> web.StreamResponse:
         """Server-sent events, each the whole view as JSON, until the watcher leaves, is admitted no more, makes room, or we close."""
         headers = {**SECURITY_HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        if request.method == "HEAD":  # a stream would write its events behind the head, for ever
+            return web.Response(headers=headers, content_type="text/event-stream")
         response = web.StreamResponse(headers=headers)
         response.content_type = "text/event-stream"
         stream = object()

@@ -179,6 +179,18 @@ def test_bodies_that_are_late_compressed_or_broken_are_the_callers_fault(serve):
     assert call(host, "/v1/leases", raw=good)[0] == 201
 
 
+def test_who_asks_for_the_head_alone_gets_no_more_and_whatever_is_expected_the_gate_is_passed(serve):
+    """Behind the head of /v1/events came the events, for ever; what a server cannot expect was answered before any limit was charged."""
+    host = serve()
+    paths = ("/healthz", "/v1/events", "/v1/history", "/v1/run")
+    with connect(host) as connection:
+        for path in paths:
+            connection.sendall(f"HEAD {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nExpect: the unexpected\r\n\r\n".encode())
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        parts = answer(connection).split(b"HTTP/1.1 ")
+    assert [part[:3] for part in parts[1:]] == [b"200"] * 5 and all(part.endswith(b"\r\n\r\n") for part in parts[1:-1])
+
+
 def test_what_is_no_http_is_answered_in_the_form_of_every_error(serve):
     host = serve()
     for sent, status in [

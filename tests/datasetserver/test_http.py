@@ -182,6 +182,21 @@ def test_bad_requests_get_an_answer_that_says_what_is_wrong(host, path):
                 ErrorAnswer.model_validate_json(answer[2])
 
 
+def test_a_long_body_is_not_taken_apart_for_who_has_not_signed_it(host):
+    keys = json.dumps({**envelope(host, number=1), "keys": ["0:0:0"] * 60_000}).encode()
+    unsigned = dict.fromkeys(("X-Peer-Key", "X-Peer-Time", "X-Peer-Signature"), "")
+    refused(call(host, "/v1/contributions", raw=keys, headers=unsigned), 403, "signature_needed")
+    refused(call(host, "/v1/contributions", raw=b"[" + b" " * len(keys)), 403, "signature_needed")
+
+
+def test_a_head_that_is_no_text_is_the_callers_fault(host):
+    """aiohttp hands it on with lone surrogates, of which no JSON can be made: the answer was a traceback."""
+    headers = {"X-Peer-Key": "k", "X-Peer-Time": "\xff", "X-Peer-Signature": "s"}
+    answer = call(host, "/v1/leases", raw=json.dumps(envelope(host, want_samples=1)).encode(), headers=headers)
+    refused(answer, 403, "clock_differs")
+    assert b"time is" in answer[2]
+
+
 def test_keys_that_are_no_samples_of_the_dataset_are_refused(host):
     for key in ("0:999:0", "0:0:999", "0:0:0:0", "x"):
         assert call(host, "/v1/contributions", envelope(host, number=9, keys=[key]))[0] == 422

@@ -187,6 +187,18 @@ def test_a_history_merges_what_comes_fast_and_what_has_become_too_much(tmp_path)
     again.close()
 
 
+def test_a_clock_that_is_set_back_stops_no_chart(tmp_path):
+    """It was a day ahead: for a day no point was added, and what was looked at meanwhile was kept in memory."""
+    history = History(tmp_path / "history.sqlite")
+    for number in (0, 1, 8640, 8641, 2, 3):
+        history.note("run", point(number))
+    assert history.columns()["round"] == [0, 1, 2, 3]
+    history.close()
+    again = History(tmp_path / "history.sqlite")
+    assert again.note("run", point(4)) and again.columns()["round"] == [0, 1, 2, 3, 4]
+    again.close()
+
+
 def test_points_without_a_loss_are_points(tmp_path):
     history = History(None)
     history.note("run", point(0, loss=None))

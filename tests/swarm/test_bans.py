@@ -118,6 +118,21 @@ def test_only_so_many_words_are_kept_bans_before_their_ends_and_the_newest(key, 
     assert held.peers() == {"b", "c", "d"}
 
 
+def test_a_word_for_which_there_is_no_room_is_no_news_however_often_it_is_said(key, monkeypatch):
+    monkeypatch.setattr(bans, "MOST_BANS", 3)
+    held = Bans(RUN, key.public, [word(key, name, 5) for name in ("a", "b", "c")])
+    assert not any(held.hear([word(key, "old", 1)]) for _ in range(3)) and held.version == 3
+
+
+def test_a_word_has_one_spelling(key):
+    """With spaces behind its signature it was the newer one of two, as often as somebody added one."""
+    (said,) = bans.said([word(key, "a", 1)])
+    assert bans.words_of([said])
+    for signature in (said["signature"] + " ", said["signature"].upper(), " ".join(said["signature"])):
+        with pytest.raises(ValueError):
+            bans.words_of([said | {"signature": signature}])
+
+
 def test_words_to_hand_on_all_come_round(key):
     held = Bans(RUN, key.public, [word(key, name, 1) for name in "abcde"], rng=random.Random(1))
     handed = [held.some(2) for _ in range(30)]

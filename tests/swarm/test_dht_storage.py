@@ -4,7 +4,7 @@ import random
 
 from hivemind.dht.routing import DHTID
 
-from swarm.dht_storage import BYTES_OF_A_KEY, BYTES_OF_OTHER_KEYS, MOST_OF_A_KEY, MOST_OTHER_KEYS, RecordStore
+from swarm.dht_storage import BYTES_OF_A_KEY, BYTES_OF_OTHER_KEYS, MOST_OF_A_KEY, MOST_OF_AN_OWNER, MOST_OTHER_KEYS, RecordStore
 
 OURS, OTHER = DHTID.generate(source="ours"), DHTID.generate(source="other")
 LIFE = 20.0
@@ -57,6 +57,19 @@ def test_a_known_peer_and_we_ourselves_have_a_place_in_a_full_key(monkeypatch):
     assert kept.store(OURS, b"x" * 1000, clock.now + LIFE, subkey=b"me")
     assert not kept.store(OURS, b"x" * 1000, clock.now + LIFE, subkey=b"stranger")
     assert {b"friend", b"me"} <= owners(kept, OURS)
+
+
+def test_a_known_peer_that_has_too_many_records_or_too_large_a_one_takes_nobodys_place(monkeypatch):
+    kept, clock = a_store(monkeypatch)
+    kept.is_known = lambda owner: owner == b"friend"
+    for number in range(MOST_OF_AN_OWNER):
+        assert kept.store(DHTID.generate(source=f"run {number}"), b"x", clock.now + LIFE, subkey=b"friend")
+    flood(kept, OURS, clock, seed=1)
+    before = owners(kept, OURS)
+    assert not kept.store(OURS, b"x", clock.now + LIFE, subkey=b"friend") and owners(kept, OURS) == before
+    kept.is_known = lambda owner: owner == b"other"
+    assert not kept.store(OURS, bytes(BYTES_OF_A_KEY), clock.now + LIFE, subkey=b"other") and owners(kept, OURS) == before
+    assert kept.store(OURS, bytes(1000), clock.now + LIFE, subkey=b"other") and b"other" in owners(kept, OURS)
 
 
 def test_other_runs_have_so_many_bytes_and_keys_and_never_those_of_ours(monkeypatch):

@@ -15,7 +15,7 @@ from hivemind.proto import dht_pb2
 from hivemind.proto.p2pd_pb2 import CallUnaryRequest, Cancel, PersistentConnectionResponse
 from hivemind.utils.crypto import RSAPrivateKey
 
-from swarm import dht_direct
+from swarm import dht_direct, dht_protocol
 from swarm.members import Members, said, sign_membership
 from swarm.records import PeerRecord, RunRecord
 from swarm.run_config import RunConfig
@@ -171,6 +171,58 @@ def test_a_question_that_is_too_long_or_one_too_many_is_not_answered_and_others_
             await asyncio.gather(*(ask(RANDOM.randbytes(20)) for _ in range(300)))
         assert await honest.publish(RUN_ID, PeerRecord(**claims(honest.peer_id)))
         assert honest.peer_id in await victim.records(RUN_ID)
+
+    nodes(scenario)
+
+
+def test_a_node_without_a_right_name_and_one_that_pings_too_often_cost_nothing(nodes, monkeypatch, caplog):
+    """The first made one traceback for each question; for the second a peer was called back, for up to 3 s, at any rate."""
+
+    async def scenario(start):
+        victim = await start("victim")
+        stranger = await start("stranger", initial_peers=await victim.maddrs())
+        peer, called = PeerID.from_base58(victim.peer_id), []
+        ping = dht_protocol.protocol.DHTProtocol.call_ping
+        monkeypatch.setattr(dht_protocol.protocol.DHTProtocol, "call_ping", lambda self, *args: called.append(args) or ping(self, *args))
+
+        async def ask(question, request, answer):
+            return await stranger.p2p.call_protobuf_handler(peer, f"DHTProtocol.{question}", request, answer)
+
+        nameless = dht_pb2.NodeInfo(node_id=b"\xff" * 21)
+        for question, request, answer in (
+            ("rpc_find", dht_pb2.FindRequest(keys=[bytes(20)], peer=nameless), dht_pb2.FindResponse),
+            ("rpc_store", dht_pb2.StoreRequest(peer=nameless), dht_pb2.StoreResponse),
+        ):
+            with pytest.raises(Exception, match="a node of no name"):
+                await ask(question, request, answer)
+        assert not (await ask("rpc_ping", dht_pb2.PingRequest(peer=nameless, validate=True), dht_pb2.PingResponse)).available
+        before = len(called)
+        mine = dht_pb2.NodeInfo(node_id=stranger._dht.node_id.to_bytes())
+        pings = [ask("rpc_ping", dht_pb2.PingRequest(peer=mine, validate=True), dht_pb2.PingResponse) for _ in range(300)]
+        answers = await asyncio.gather(*pings)
+        assert any(answer.available for answer in answers) and len(called) - before < 250 and not all(answer.available for answer in answers)
+
+    nodes(scenario)
+
+
+@pytest.mark.parametrize("lie", [{"dht_time": 1.0}, {"peer": dht_pb2.NodeInfo(node_id=b"\xff" * 21)}], ids=str)
+def test_one_peer_that_answers_wrongly_keeps_nobody_out_of_a_swarm_of_others(nodes, monkeypatch, lie):
+    """A stranger whose address a peer had kept told it a wrong time, and it could not come back to its run."""
+    answer = dht_protocol.DHTProtocol.rpc_ping
+
+    async def scenario(start):
+        honest = await start("honest")
+        liar = await start("liar", initial_peers=await honest.maddrs())
+
+        async def wrongly(self, request, context):
+            if self.p2p.peer_id != liar.p2p.peer_id:
+                return await answer(self, request, context)
+            return dht_pb2.PingResponse(**{"peer": self.node_info, "dht_time": time.time(), "available": True} | lie)
+
+        monkeypatch.setattr(dht_protocol.DHTProtocol, "rpc_ping", wrongly)
+        peer = await start("peer", initial_peers=[*await liar.maddrs(), *await honest.maddrs()])
+        assert await peer.publish(RUN_ID, PeerRecord(**claims(peer.peer_id)))
+        assert peer.peer_id in await honest.records(RUN_ID)
 
     nodes(scenario)
 

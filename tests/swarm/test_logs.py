@@ -44,6 +44,7 @@ def test_a_line_of_json_has_time_level_logger_event_and_fields(said):
         ("%d%% of it, round=%s", (5, None), "5% of it,", {"round": None}),
         ("refused %s: %s", ("x", "round=9 is\nold"), "refused x: round=9 is old", {}),
         ("%*d round=%d", (3, 1, 2), "  1 round=2", {}),
+        ("loss=%.3f", (float("nan"),), "", {"loss": "nan"}),
     ],
 )
 def test_only_the_template_makes_fields(said, template, args, event, fields):

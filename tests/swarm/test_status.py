@@ -119,7 +119,7 @@ def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(code, says,
 
 
 @pytest.mark.parametrize(
-    ("program", "argv", "what"), [(status, ["u", "--every", "0"], "--every: use 0.1"), (monitor, [], "required: --peers")]
+    ("program", "argv", "what"), [(status, ["u", "--every", "0"], "--every: use 0.1"), (status, ["u", "--timeout", "x"], "--timeout: use 0.1"), (monitor, ["--peers", "/x", "--timeout", "nan"], "--timeout: use 0.1"), (monitor, [], "required: --peers")]
 )
 def test_a_wrong_argument_is_one_line(program, argv, what, capsys):
     assert program.cli(argv) == ExitCode.CONFIG

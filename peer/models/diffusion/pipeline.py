@@ -14,7 +14,7 @@ from peer.models.diffusion.noising import changed
 from peer.models.diffusion.source import UNUSED, first_line, locate, quiet
 from swarm.digest import read_header
 from swarm.errors import UserError
-from swarm.run.family import Family
+from swarm.run.family import Family, known_parts
 from swarm.run.loss import losses
 
 _SCALED = re.compile(r"(^|\.)(scaled_fp8|scale_weight|weight_scale|absmax|quant_state\..*)$")
@@ -127,10 +127,22 @@ def _variant(files: Collection[Path]) -> str | None:
     return "fp16" if files and all(".fp16." in file.name for file in files) else None
 
 
+def files_read(source: Path) -> list[Path]:
+    """The weights that are loaded of a model: of a folder with several variants one, and nothing of parts that nobody uses."""
+    if source.is_file():
+        return [source]
+    parts = [source / name for name in known_parts() if (source / name).is_dir()]
+    variant = _variant([*parts[0].glob("*.safetensors")]) if parts else None
+    return [file for part in parts for file in _files_of(part, variant)]
+
+
+def _files_of(part: Path, variant: str | None) -> list[Path]:
+    return [file for file in part.glob("*.safetensors") if (f".{variant}." in file.name if variant else file.name.count(".") == 1)]
+
+
 def _dtype_in(part: Path, variant: str | None) -> torch.dtype:
     """What the part's tensors are in, float32 where they differ."""
-    files = [file for file in part.glob("*.safetensors") if (f".{variant}." in file.name if variant else file.name.count(".") == 1)]
-    kinds = {tensor["dtype"] for file in files for name, tensor in read_header(file).items() if name != "__metadata__"}
+    kinds = {tensor["dtype"] for file in _files_of(part, variant) for name, tensor in read_header(file).items() if name != "__metadata__"}
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
 
 

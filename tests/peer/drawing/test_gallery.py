@@ -5,6 +5,7 @@ import threading
 import pytest
 from PIL import Image
 
+from peer.drawing import gallery
 from peer.drawing.gallery import SIDE_PIXELS, Showing
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import PictureRequest
@@ -27,6 +28,18 @@ def showing():
 
 def drawn(side=16, prompt="a cat"):
     return [(prompt, Image.new("RGB", (side, side), "red"))]
+
+
+def test_who_ends_does_not_wait_for_a_server_that_holds_a_picture(showing, monkeypatch, caplog):
+    """On Python 3.10 the timeout went past us, as another class than the built-in one, and the peer's last word was a traceback."""
+    monkeypatch.setattr(gallery, "_CLOSE_SECONDS", 0.05)
+    go = threading.Event()
+    one = showing(lambda body: go.wait(30) and "")
+    one.show(1, 32, drawn())
+    with caplog.at_level("INFO"):
+        one.close()
+    assert "the last pictures did not reach" in caplog.text
+    go.set()
 
 
 def test_what_is_sent_is_small_and_says_what_it_is(showing):

@@ -20,6 +20,7 @@ from peer.launch.command_line import parse
 from peer.launch.resolving import resolve_run
 from peer.launch.starting_model import complete, load_model, source_of
 from peer.models import flux, sdxl, stable_diffusion
+from peer.models.diffusion.pipeline import files_read
 from peer.models.diffusion.source import locate
 from peer.results.forms.single_file import write_single_file
 from swarm.base_model import family_of
@@ -125,6 +126,18 @@ def test_a_hub_id_is_fetched_once_and_without_what_training_has_no_use_for(hub, 
     unused = ("fp16", ".bin", "whole", "README", ".png", "safety_checker/", "feature_extractor/")
     assert [path for path in fetched if any(part in path for part in unused)] == []
     assert not (tmp_path / "cache" / "token").exists()
+
+
+def test_of_a_folder_with_several_variants_those_files_are_counted_that_are_read(tmp_path, tiny_family):
+    """A helper took a clone of SD 1.5 for 11 GB instead of 4, and never drew."""
+    folder = shutil.copytree(tiny_family("sd"), tmp_path / "model")
+    read = sorted(files_read(folder))
+    assert {file.parent.name for file in read} == {"unet", "text_encoder", "vae"}
+    for file in read:
+        shutil.copy(file, file.with_suffix(".fp16.safetensors"))
+    (folder / "safety_checker").mkdir()
+    shutil.copy(read[0], folder / "safety_checker" / "model.safetensors")
+    assert sorted(files_read(folder)) == read and files_read(read[0]) == [read[0]]
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl"])

@@ -260,3 +260,12 @@ def test_a_disk_without_links_is_no_error(tmp_path, monkeypatch):
 
 def test_what_purge_calls_results_is_what_is_set_aside():
     assert set(output_folder.RESULTS) < set(output_folder._OF_A_RUN)
+
+
+def test_the_words_of_one_runs_host_are_not_written_over_by_those_of_another(output):
+    """A helper's bans.json lies in the folder itself: after a visit to another run it began without those of its own."""
+    (output / "bans.json").write_text("A")
+    claim(output, swarm("b"))
+    (output / "bans.json").write_text("B")
+    claim(output, swarm("a"))
+    assert (output / "bans.json").read_text() == "A"
