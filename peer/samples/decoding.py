@@ -5,11 +5,10 @@ differently in each.
 """
 
 import logging
-import multiprocessing
 import random
 import re
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from peer.samples.pictures import Frame, Framed, start_worker, try_decode
 from swarm.picture_file import BadSample
 from swarm.run.method import method_named
 from swarm.run_config import RunConfig
+from swarm.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Decoder:
     def __init__(self, run: RunConfig, num_workers: int = 0, latents: TensorCache | None = None, class_weight: float | None = None):
         """latents: what is in it need not be decoded. class_weight: of the losses of the pictures beside the samples; None: there are none."""
         self._run, self.num_workers, self._latents, self._class_weight = run, num_workers, latents, class_weight
-        self._pool: ProcessPoolExecutor | None = None
+        self._workers = Workers(num_workers, try_decode, start_worker, BadSample("the decoder crashed on it")) if num_workers else None
         self._stacker = ThreadPoolExecutor(1, thread_name_prefix="stacker")
         self.num_bad = 0
 
@@ -46,14 +46,10 @@ class Decoder:
         jobs = [(sample.image, self._frame(sample, size, own=place < len(samples)), sample.mask) for place, sample in enumerate(everything)]
         names = [latents_name(*job) for job in jobs] if self._latents else []
         kept = [self._latents.get(name) if self._latents else None for name in names] or [None] * len(jobs)
-        if not self.num_workers or all(kept):
+        if self._workers is None or all(kept):
             results = [known or try_decode(*job) for known, job in zip(kept, jobs, strict=True)]
             return self._together(everything, len(samples), results, names)
-        if self._pool is None:
-            # spawn: a fork of a process that runs torch's threads can hang.
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.num_workers, mp_context=context, initializer=start_worker)
-        futures = [None if known else self._pool.submit(try_decode, *job) for known, job in zip(kept, jobs, strict=True)]
+        futures = [None if known else self._workers.submit(*job) for known, job in zip(kept, jobs, strict=True)]
 
         def together() -> PixelBatch:
             results = [future.result() if future else known for known, future in zip(kept, futures, strict=True)]
@@ -115,8 +111,8 @@ class Decoder:
         return choose_caption(sample.key, sample.caption, self._run) if own else str(sample.caption)
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._workers is not None:
+            self._workers.close()
         self._stacker.shutdown(wait=True, cancel_futures=True)
 
 

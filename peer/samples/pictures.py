@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from swarm.lifeline import die_with_parent
 from swarm.picture_file import (
     MAX_PIXELS,
     BadSample,
@@ -112,7 +111,6 @@ def read_otherwise(data: bytes) -> list[int]:
 
 
 def start_worker() -> None:
-    """Prepare a decoding process: the trainer alone decides when it ends, and it does not outlive the trainer, however that dies."""
+    """Prepare a decoding process: the trainer alone decides when it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ctrl-C and a closed terminal reach the whole process group
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent()

@@ -2,7 +2,7 @@ import multiprocessing
 
 import pytest
 
-from datasetserver import loading
+from swarm import workers
 
 
 @pytest.fixture
@@ -11,4 +11,4 @@ def forked_decoders(monkeypatch):
 
     The fresh ones of a real server are shown by tests/datasetserver/test_program.py, and their limit of memory by test_ingest_hostile.py.
     """
-    monkeypatch.setattr(loading, "get_context", lambda kind: multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr(workers, "get_context", lambda kind: multiprocessing.get_context("forkserver"))

@@ -24,7 +24,7 @@ from swarm.picture_file import BadSample
 from swarm.picture_folder import Pair, list_folder
 from swarm.protocol import Manifest
 from tests.datasetserver.crashing import crash_or_load
-from tests.datasetserver.hosting import until, write_dataset
+from tests.datasetserver.hosting import write_dataset
 
 
 def encoded(image, format="PNG", **options):
@@ -143,20 +143,6 @@ def test_a_decoder_that_takes_its_process_down_costs_one_picture(tmp_path, monke
     result = ingest(folder, tmp_path / "work", workers=1)
     assert result.manifest.total == 11
     assert result.rejected == [("0007.png", "the decoder crashed on it")]
-
-
-def test_a_decoder_that_takes_its_process_down_while_nobody_looks_costs_one_picture(tmp_path, monkeypatch, forked_decoders):
-    folder = write_dataset(tmp_path / "data", 12)
-    (folder / "0009.txt").write_text("crash")
-    monkeypatch.setattr(loading, "_load", crash_or_load)
-    pools, make = [], loading._pool
-    monkeypatch.setattr(loading, "_pool", lambda count: pools.append(make(count)) or pools[-1])
-    loaded = []
-    for pair, sample in loading.load_all(list_folder(folder, []), 1, 12):
-        loaded.append((pair.name, isinstance(sample, str)))
-        if len(loaded) == 3:
-            until(lambda: pools[0]._broken)  # a shard is written: those that were waiting are through, and the one after them crashes
-    assert [name for name, is_reason in loaded if is_reason] == ["0009.png"] and len(loaded) == 12
 
 
 def test_pairs_are_found_by_stem_in_any_case_below_the_folder(tmp_path):

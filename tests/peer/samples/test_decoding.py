@@ -1,10 +1,14 @@
 import io
+import os
+import signal
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import peer.samples.decoding
 from datasetserver.pictures import normalise
 from peer.contracts import Sample
 from peer.samples.buckets import Buckets
@@ -12,6 +16,7 @@ from peer.samples.decoding import Decoder, to_pixels
 from peer.samples.pictures import Frame, decode, read_otherwise, size_of, try_decode
 from swarm.picture_file import BadSample
 from swarm.run_config import RunConfig
+from tests.peer.samples.dying import slow
 
 
 def png(picture: Image.Image, kind="PNG", **options) -> bytes:
@@ -197,7 +202,23 @@ def test_decoding_processes_give_the_same_batch_and_are_gone_when_closed():
     inline, pooled = Decoder(run(random_flip=True)), Decoder(run(random_flip=True), num_workers=2)
     ours = inline.finish(inline.start(batch))
     theirs = pooled.finish(pooled.start(batch))
-    workers = list(pooled._pool._processes.values())
+    workers = active_children()
     pooled.close()
     assert torch.equal(ours.pixels, theirs.pixels) and ours.captions == theirs.captions
     assert theirs.bad == ("0:2",) and workers and not any(worker.is_alive() for worker in workers)
+
+
+def test_a_decoding_process_that_is_killed_costs_no_picture_and_one_that_a_picture_kills_costs_that_picture(monkeypatch):
+    monkeypatch.setattr(peer.samples.decoding, "try_decode", slow)
+    before, decoder = set(active_children()), Decoder(run(ucg=0), num_workers=2)
+    decoder.finish(decoder.start(samples(1)))
+    (worker,) = set(active_children()) - before
+    steps = [decoder.start(batch) for batch in (samples(10), samples(10, bad=(4,)), samples(10))]
+    os.kill(worker.pid, signal.SIGKILL)
+    decoded = [decoder.finish(step) for step in steps]
+    assert [len(batch.keys) for batch in decoded] == [10, 9, 10]
+    assert [batch.skipped for batch in decoded] == [(), (("0:4", decoded[1].skipped[0][1]),), ()]
+    assert "crashed" in str(decoded[1].skipped[0][1])
+    os.kill((set(active_children()) - before).pop().pid, signal.SIGKILL)
+    decoder.close()
+    assert set(active_children()) <= before
