@@ -112,13 +112,14 @@ def torch_command(python_version: tuple, gpu: bool, cpu_index: bool, own: str = 
     return [TORCH_TESTED] if python_version[:2] == (3, 11) else [TORCH_RANGE]
 
 
-def check_machine(root: Path, large: bool) -> None:
-    """Raise SetupError where set-up cannot end well: another system, or too little space."""
+def check_machine(venv: Path, large: bool) -> None:
+    """Raise SetupError where set-up cannot end well: another system, or too little space for `venv`, which need not be there."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise SetupError(f"This is {sys.platform} on {platform.machine()}; hivemind runs on Linux x86-64. Use such a machine, or WSL2.", 2)
-    need, free = (10 if large else 3), shutil.disk_usage(root).free / GIB
+    place = next(folder for folder in (venv, *venv.parents) if os.path.exists(folder))
+    need, free = (10 if large else 3), shutil.disk_usage(place).free / GIB
     if free < need:
-        raise SetupError(f"{root} has {free:.1f} GiB free, set-up needs about {need}. Free some space and run it again.", 4)
+        raise SetupError(f"{place} has {free:.1f} GiB free, set-up needs about {need}. Free some space and run it again.", 4)
 
 
 def make_venv(venv: Path) -> None:
@@ -137,7 +138,7 @@ def make_venv(venv: Path) -> None:
     if venv.exists():
         say(f"deleting what is in {venv}")
         shutil.rmtree(venv)
-    venv.mkdir()
+    venv.mkdir(parents=True)
     (venv / "setup.unfinished").touch()
     done = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True, text=True)
     if done.returncode:
@@ -180,7 +181,7 @@ def set_up(root: Path, extra: str, venv: Path) -> bool:
     if is_fresh(venv, extra, wanted):
         return False
     gpu = extra not in OWN_TORCH and has_nvidia_gpu()
-    check_machine(root, gpu or extra in OWN_TORCH)
+    check_machine(venv, gpu or extra in OWN_TORCH)
     extra = "dev" if read_stamp(venv).get("extra") == "dev" else extra
     if must_start_over(venv, wanted):
         say(f"making {venv} with Python {platform.python_version()}")

@@ -36,6 +36,7 @@ class Band:
             self.strangers.append(await self.stack.enter_async_context(entering))
         self.run = await self.strangers[0].run()
         for stranger in self.strangers:
+            stranger.fellows = {each.peer_id for each in self.strangers}
             self._let_in(stranger)
         self.say(event="came", peers=[stranger.peer_id for stranger in self.strangers])
         return self.strangers
@@ -47,6 +48,10 @@ class Band:
     def arrived(self) -> None:
         """From now on it counts: what was prepared before did nobody any harm."""
         self.say(event="arrived", peers=[stranger.peer_id for stranger in self.strangers])
+
+    def stored(self) -> None:
+        """Say how many of all questions to store a record have been answered."""
+        self.say(event="stored", **{name: sum(getattr(each, name) for each in self.strangers) for name in ("asked", "answered")})
 
     def say(self, **values: Any) -> None:
         """To who watches."""

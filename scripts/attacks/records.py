@@ -45,20 +45,22 @@ async def invented_records(band: Band) -> None:
         await strangers[0].publish_for(band.run_id, {key: band.waiting(head) for key in keys})
         await _own_records(band, [strangers[(first + number) % len(strangers)] for number in range(3)])
         first += 3
+        band.stored()
         await asyncio.sleep(2)
 
 
 async def record_flood(band: Band) -> None:
-    """400 peers that do not exist, all at once, for as long as it lasts; 8 of them with nodes."""
-    stranger, *_ = strangers = await band.come(_FLOOD_NODES)
+    """400 peers that do not exist, all at once, for as long as it lasts; 8 more have nodes, and bring 50 of the others each."""
+    strangers = await band.come(_FLOOD_NODES)
     band.keys = band.draw_keys(400)
     await band.head()
     band.arrived()
     while True:
         await _own_records(band, strangers)
         head = await band.head()
-        for at in range(0, len(band.keys), 50):
-            await stranger.publish_for(band.run_id, {key: band.waiting(head) for key in band.keys[at : at + 50]})
+        for number, stranger in enumerate(strangers):
+            await stranger.publish_for(band.run_id, {key: band.waiting(head) for key in band.keys[number :: len(strangers)]})
+        band.stored()
         await asyncio.sleep(_RENEW_SECONDS)
 
 
@@ -67,30 +69,27 @@ async def prefix_records(band: Band) -> None:
     (stranger,) = await band.come()
     await band.head()
     band.arrived()
-    number, key = 0, stranger.key
-    while number < 3000:
-        batch = []
-        for _ in range(20):
-            number, junk = number + 1, band.rng.randbytes(band.rng.randint(1, 60)).hex().encode()
-            subkey = band.rng.choice([junk + key.subkey, key.subkey + junk, junk + key.subkey + junk])
-            value = band.rng.randbytes(band.rng.randint(1000, 4000))
-            batch.append(key.signed(f"{band.run_id}.peers", value, time.time() + band.rng.uniform(60, 650), subkey))
-        stored = await stranger.store(*batch)
-        if not any(stored):
-            await asyncio.sleep(0.5)
+    key = stranger.key
+    for number in range(3000):
+        junk = band.rng.randbytes(band.rng.randint(1, 60)).hex().encode()
+        subkey = band.rng.choice([junk + key.subkey, key.subkey + junk, junk + key.subkey + junk])
+        value = band.rng.randbytes(band.rng.randint(1000, 4000))
+        await stranger.store(key.signed(f"{band.run_id}.peers", value, time.time() + band.rng.uniform(60, 650), subkey))
+        if number % 20 == 19:
+            band.stored()
     await asyncio.sleep(3600)
 
 
 async def junk_keys(band: Band) -> None:
-    """Records under random keys, as fast as they are taken."""
+    """Records under random keys, as fast as they are answered."""
     (stranger,) = await band.come()
     await band.head()
     band.arrived()
     while True:
         expires = time.time() + band.rng.uniform(300, 650)
-        batch = [stranger.key.signed(DHTID.generate(), band.rng.randbytes(band.rng.randint(2000, 4000)), expires) for _ in range(100)]
-        if not any(await stranger.store(*batch)):
-            await asyncio.sleep(0.5)
+        values = [band.rng.randbytes(band.rng.randint(2000, 4000)) for _ in range(20)]
+        await stranger.store(*(stranger.key.signed(DHTID.generate(), value, expires) for value in values))
+        band.stored()
 
 
 async def third_party_dials(band: Band) -> None:
@@ -120,6 +119,7 @@ async def third_party_dials(band: Band) -> None:
             await stranger.store(_signed(band, key, band.waiting(head, maddrs=where(key.peer_id))))
         for one in strangers:  # their own records are taken wherever others' are refused
             await _own_records(band, [one], maddrs=where(one.peer_id))
+        band.stored()
         await asyncio.sleep(2)
         say(event="figures", knocks=knocks)
 

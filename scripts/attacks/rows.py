@@ -15,7 +15,7 @@ class Row:
     to a swarm, a server, or one program. members: whether only memberships, or a centered average, will end it. let_in: whether its
     stranger is a member, of a run for members, in which four others are honest. trains: it is a real trainer with this option of
     `toy.py`, and has no module. audited: an assisting peer audits. heavy: it costs the machine so much that what runs beside it is slowed
-    too. strategy: of the swarm. bound: the most that the row's own figure may be, where it has one. grown_mib: of all peers of the swarm, beyond
+    too. stores: its attack is in the records that it stores. strategy: of the swarm. bound: the most that the row's own figure may be, where it has one. grown_mib: of all peers of the swarm, beyond
     what the undisturbed one's grew. banned_after_rounds: from its first lie, until the last honest peer has a proof. reported_after_rounds: from
     its arrival, until the auditor reports it."""
 
@@ -29,6 +29,7 @@ class Row:
     trains: str = ""
     audited: bool = False
     heavy: bool = False
+    stores: bool = False
     strategy: str = "parameters"
     figure: str = ""
     bound: float = 0.0
@@ -76,15 +77,16 @@ _ALL = (
     Row("wrong-tickets", "rounds", "joins with no samples, too many, no number, twice at once, or where it should lead itself"),
     Row("stalling-leader", "rounds", "promises to lead and never closes a group"),
     Row("stalling-leaders", "rounds", "the same with three identities"),
-    Row("invented-records", "records", "publishes records of three peers every 2 s that answer nobody, with samples that wait", heavy=True),
-    Row("record-flood", "records", "publishes records of 400 invented peers at once", heavy=True, figure="grown_mib", bound=300),
-    Row("prefix-records", "records", "stores 3,000 long records of one signer under one key", heavy=True, figure="grown_mib", bound=300),
-    Row("junk-keys", "records", "stores records under random keys as fast as they are taken", heavy=True, figure="grown_mib", bound=300),
+    Row("invented-records", "records", "publishes records of three peers every 2 s that answer nobody, with samples that wait", heavy=True, stores=True),
+    Row("record-flood", "records", "publishes records of 400 invented peers at once", heavy=True, stores=True, figure="grown_mib", bound=300),
+    Row("prefix-records", "records", "stores 3,000 long records of one signer under one key", heavy=True, stores=True, figure="grown_mib", bound=300),
+    Row("junk-keys", "records", "stores records under random keys as fast as they are answered", heavy=True, stores=True, figure="grown_mib", bound=300),
     Row(
         "third-party-dials",
         "records",
         "names a third party's address in the records of 44 peers",
         heavy=True,
+        stores=True,
         figure="knocks_a_minute",
         bound=20,
     ),

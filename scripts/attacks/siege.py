@@ -22,7 +22,7 @@ swarm, too: such rows run in a wave of their own, and are held against the faste
 What is reduced, and when. A pair is one wave with, beside one without. A row's ratio is the median of three pairs; where three do not
 fit into --minutes (20) on this machine, fewer are run, and the first line says how many: two cores carry 10 swarms at a time, so that
 24 rows with a rate take four waves of four minutes, which is one pair. `--pairs 3 --minutes 60` is the full thing there; 16 cores do it in 20.
-The other rows have an outcome instead of a rate, and are tried once.
+The other rows have an outcome instead of a rate, and are tried once. A row that stores records counts as broken if no node answered any of them.
 
 Members that lie are one of five, in a run for members with receipts, its clip and average those of a new run (--averaging, --clip_members). The
 undisturbed swarm has the four honest ones. `progress_lost` is the share of its progress that they lack (progress.py), at most 0.1;
@@ -72,6 +72,8 @@ _HOSTED_SECONDS = 150.0
 _WITH_MEMBERS = ("swarm", "newcomer", "lookup")
 """What is tried on a run for members: `dd-export` would be a stranger itself."""
 _PEEK_SECONDS = 0.5
+_SHOWN = ("newcomer_seconds", "asked", "answered")
+"""Figures without a bound that a row's line shows."""
 Say = Callable[[str], None]
 _USUAL = Kind()
 
@@ -129,8 +131,8 @@ class Siege:
         row = swarm.row
         if control.broken:
             return self._give_up(row, f"the undisturbed swarm: {control.broken}; try --at_once with fewer")
-        if swarm.broken:
-            return self._give_up(row, swarm.broken)
+        if why := swarm.broken or swarm.unheard():
+            return self._give_up(row, why)
         end = min(time.time(), swarm.began + self._seconds)
         with_, without = (some.rounds_within(swarm.began, end) for some in (swarm, control))
         if row.heavy:
@@ -199,7 +201,7 @@ def _beyond(row: Row, figures: dict[str, float]) -> list[float]:
 
 
 def _line(row: Row, rounds: str, reasons: Sequence[str], figures: dict[str, float]) -> str:
-    shown = "  ".join(f"{name} {value:g}" for name, value in figures.items() if name in row.bounds() or name == "newcomer_seconds")
+    shown = "  ".join(f"{name} {value:g}" for name, value in figures.items() if name in row.bounds() or name in _SHOWN)
     return f"{row.id:20} {rounds:24} {shown}" + (f"  ENDED: {reasons[0]}" if reasons else "")
 
 

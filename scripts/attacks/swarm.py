@@ -221,6 +221,7 @@ class Swarm:
         for line in said(self.stranger) if self.stranger else []:
             if line.get("event") == "figures" and "knocks" in line:
                 figures["knocks_a_minute"] = round(60 * line["knocks"] / max(end - self.began, 1), 1)
+        figures |= self._stored()
         if (joined := self._newcomer_joined()) is not None:
             figures["newcomer_seconds"] = round(joined, 1)
         if lies := self._lies():
@@ -230,6 +231,17 @@ class Swarm:
             reported = min((at for at, peer in self._reports() if peer in self._liars()), default=end)
             figures["reported_after_rounds"] = round(self.rounds_within(self.began, reported), 1)
         return figures
+
+    def _stored(self) -> dict[str, float]:
+        """How many questions to store a record the stranger has asked, and how many were answered, as it said last."""
+        told = [line for line in said(self.stranger) if line.get("event") == "stored"] if self.stranger else []
+        return {name: told[-1][name] for name in ("asked", "answered")} if told else {}
+
+    def unheard(self) -> str:
+        """Why a row that stores records attacked nothing. Where only members are heard, one that came may never have begun."""
+        if not self.row.stores or self._stored().get("answered") or not any(line.get("event") == "arrived" for line in said(self.stranger)):
+            return ""
+        return f"none of its {self._stored().get('asked', 0)} questions to store a record was answered"
 
     def reasons(self, end: float, control_loss: float, control_moves: bool) -> list[str]:
         """Why this row's stranger ended, stopped or corrupted the run; nothing when it did not."""

@@ -10,7 +10,7 @@ import json
 import random
 import struct
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
+from swarm.budget import Budget
 from swarm.daemon import Daemon
 from swarm.dht import RUNS_KEY, Identity
+from swarm.dht_protocol import ASKS_AT_ONCE, ASKS_PER_SECOND
 from swarm.peer_key import peer_id_of
 
 CALL, JOIN, REDUCE = "distributed-diffusion.call.5", "distributed-diffusion.join.5", "distributed-diffusion.reduce.5"
@@ -36,6 +38,8 @@ DIAL_ME = "distributed-diffusion.dial-me.1"
 _FRAME = struct.Struct("<II")
 _ANSWER_SECONDS = 10.0
 _EXPONENT = 65537
+_STORES_PER_SECOND, _STORES_AT_ONCE = 0.75 * ASKS_PER_SECOND, ASKS_AT_ONCE // 2
+"""Of one stranger: the most that is answered, and room for what it reads. A node refuses more before it looks at the record."""
 Record = dict[str, Any]
 """A peer's or a run's record as it travels: a msgpack mapping."""
 
@@ -165,15 +169,18 @@ class Stored:
 class Stranger:
     """One identity with a node of its own. `rng` is where every value of an attack comes from.
 
-    membership: of the run, where the host has let it in.
+    membership: of the run, where the host has let it in. fellows: peer ids of the same attack, whose nodes it need not convince. asked, answered: questions to nodes to store a record, and how many had one of yes or no.
     """
 
     membership: Record | None = None
+    fellows: Collection[str] = ()
+    asked = answered = 0
 
     def __init__(self, daemon: Daemon, dht: DHTNode, identity: Identity, rng: random.Random):
         self._daemon, self._dht, self._identity, self.rng = daemon, dht, identity, rng
         self.p2p, self.peer_id, self.key = daemon.p2p, identity.peer_id, Key(identity.key)
-        self._runs: dict[str, Record] = {}
+        self._nodes: set[PeerID] = set()
+        self._pace = Budget(_STORES_PER_SECOND, _STORES_AT_ONCE)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -215,24 +222,28 @@ class Stranger:
                 found[peer_id_of(subkey[len(b"[owner:") : -1])] = msgpack.unpackb(item.value)
         return found
 
-    async def store(self, *records: Stored) -> list[bool]:
-        """At every node that we know, so that none is spared."""
-        peers = list(self._dht.protocol.routing_table.peer_id_to_uid)
-        columns = {
-            "keys": [record.key_id for record in records],
-            "values": [record.value for record in records],
-            "expiration_time": [record.expires for record in records],
-            "subkeys": [record.subkey for record in records],
-        }
-        stored = await asyncio.gather(*(self._dht.protocol.call_store(peer, **columns) for peer in peers))
-        return [any(answer[index] for answer in stored if answer) for index in range(len(records))]
+    async def store(self, *records: Stored) -> None:
+        """At every foreign node that we ever knew, so that none is spared: hivemind forgets who does not answer.
+
+        One record in a question, and no faster than they are answered. What is refused unread attacks nothing.
+        """
+        call = self._dht.protocol.call_store
+        for record in records:
+            while not self._pace.take():
+                await asyncio.sleep(1 / _STORES_PER_SECOND)
+            there = self._dht.protocol.routing_table.peer_id_to_uid
+            self._nodes.update(node for node in there if node.to_base58() not in self.fellows)
+            columns = [record.key_id], [record.value], [record.expires], [record.subkey]
+            answers = await asyncio.gather(*(call(node, *columns) for node in self._nodes))
+            self.asked += len(answers)
+            self.answered += sum(answer is not None for answer in answers)
 
     async def publish(self, run_id: str, record: Record, key: Key | None = None, seconds: float = 20.0) -> None:
         """Sign `record` as ours, or as another key's."""
         await self.publish_for(run_id, {key or self.key: record}, seconds)
 
     async def publish_for(self, run_id: str, records: Mapping[Key, Record], seconds: float = 20.0) -> None:
-        """Sign each record with the key beside it, and store them all at once."""
+        """Sign each record with the key beside it, and store them all."""
         now = time.time()
         own = {"membership": self.membership, "seal": ""} if self.membership else {}
         packed = {key: msgpack.packb({**record, "peer_id": key.peer_id, "time": now, **own}) for key, record in records.items()}

@@ -81,6 +81,15 @@ def test_a_case_that_takes_long_or_much_memory_is_a_fault(monkeypatch):
     assert fuzz.tried(parser, 1, 1).faults == ["memory grew by 300 MiB"]
 
 
+def test_a_greedy_parser_is_found_after_something_that_was_as_greedy(monkeypatch):
+    monkeypatch.setattr(fuzz, "_MOST_GROWTH_MIB", 40)
+    take = lambda data: len(bytearray(64 << 20)) and None  # noqa: E731
+    take(b"")
+    (fault,) = fuzz.tried(Parser("greedy", lambda rng: b"", take, ()), 1, 1).faults
+    assert fault.startswith("memory grew by")
+    assert fuzz.tried(Parser("modest", lambda rng: b"", lambda data: None, ()), 1, 1).grown_mib < 20
+
+
 def test_wrong_options_are_refused(monkeypatch):
     monkeypatch.setattr(fuzz, "Recording", lambda seed, rounds: None)
     monkeypatch.setattr(fuzz, "parsers", lambda recording, loop: [Parser("one", lambda rng: b"", len, ())])

@@ -95,8 +95,9 @@ def test_what_needs_a_pytorch_of_its_own_gets_an_environment_of_its_own(set_up, 
     assert "torch==2.8.*" in asked[0] and asked[-1].endswith("--editable .[ipex,test]")
     assert set_up("--extra", "ipex").asked == []
     assert (checkout / ".venv-ipex" / "setup.json").exists() and not (checkout / ".venv").exists()
-    assert "torch==2.9.0" in set_up("--extra", "xla", "--venv", str(tmp_path / "elsewhere")).asked[0]
-    assert (tmp_path / "elsewhere" / "setup.json").exists() and not (checkout / ".venv-xla").exists()
+    elsewhere = tmp_path / "elsewhere" / "xla"
+    assert "torch==2.9.0" in set_up("--extra", "xla", "--venv", str(elsewhere)).asked[0]
+    assert (elsewhere / "setup.json").exists() and not (checkout / ".venv-xla").exists()
 
 
 def test_changed_requirements_are_brought_up_to_date_in_place(set_up, checkout):
@@ -202,6 +203,15 @@ def test_an_extra_with_a_torch_of_its_own_asks_for_the_one_that_is_installed_fir
         assert torch in setup["options.extras_require"][extra].split()
 
 
+def test_space_is_looked_for_where_the_environment_comes_to_be(monkeypatch, tmp_path):
+    """Not where the code is."""
+    full, elsewhere = shutil.disk_usage(tmp_path)._replace(free=1 << 30), tmp_path / "another disk"
+    elsewhere.mkdir()
+    monkeypatch.setattr(install.shutil, "disk_usage", lambda place: full if place == elsewhere else full._replace(free=1 << 40))
+    with pytest.raises(install.SetupError, match=r"another disk has 1\.0 GiB free"):
+        install.set_up(ROOT, "xla", elsewhere / "environments" / "xla")
+
+
 def test_an_index_out_of_reach_is_noticed_at_once():
     assert not install.can_reach("http://127.0.0.1:9/torch/", seconds=2)
 
@@ -211,6 +221,8 @@ def test_too_little_space_and_other_systems_are_refused_in_words(monkeypatch, tm
     monkeypatch.setattr(install.shutil, "disk_usage", lambda _: full)
     with pytest.raises(install.SetupError, match=r"has 1\.0 GiB free"):
         install.check_machine(tmp_path, large=False)
+    with pytest.raises(install.SetupError, match=f"^{tmp_path} has"):
+        install.check_machine(tmp_path / "not" / "yet there", large=False)
     monkeypatch.setattr(install.platform, "machine", lambda: "aarch64")
     with pytest.raises(install.SetupError, match="Linux x86-64"):
         install.check_machine(tmp_path, large=False)

@@ -1,11 +1,15 @@
 """`scripts/strangers`: a few of its rows for some seconds, with real processes; and that it knows an attack that works from one that does not."""
 
+import asyncio
+import contextlib
 import inspect
 import json
+import random
 import re
 import signal
 import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,10 +17,14 @@ from peer.contracts import Member
 from peer.sync.engine.net.messages import read_header
 from peer.sync.engine.state import Header
 from scripts.attacks import siege, states, wire
+from scripts.attacks.band import Band
 from scripts.attacks.rows import ROWS
+from scripts.attacks.swarm import Swarm
 from swarm.errors import UserError
 from swarm.peer_key import check_statement
 from tests.conftest import ROOT
+from tests.swarm import p2pds
+from tests.swarm.conftest import scenes
 from tests.warm import Warm
 
 SHORT = ("nan", "browser-post")
@@ -149,3 +157,68 @@ def test_cheap_keys_are_different_peers_whose_signatures_count():
     for key in keys[::10]:
         public, signature = key.private.get_public_key().to_bytes().decode(), key.private.sign(statement).decode()
         check_statement(key.peer_id, statement, public, signature)
+
+
+STORING = [row for row in ROWS.values() if row.stores and not row.figure.startswith("knocks")]
+"""Those of many records at a time; the row with a listener of its own stores one by one."""
+
+
+class Small(Band):
+    """Of one stranger and few keys, and nobody but a node that stores records."""
+
+    told = (0, 0)
+
+    async def come(self, count=1):
+        return self.strangers
+
+    async def honest(self):
+        return {"QmHonest": {"digest": "d", "samples": 1}}
+
+    def draw_keys(self, count):
+        return super().draw_keys(min(count, 12))
+
+    def say(self, **values):
+        if values["event"] == "stored":
+            self.told = (values["asked"], values["answered"])
+
+
+def test_every_record_that_a_stranger_stores_is_answered(tmp_path):
+    """A node looks at no question with more than one record, and hivemind then forgets that node."""
+
+    async def scenario(start):
+        victim = await start("victim")
+        address = next(iter(await victim.maddrs()))
+        async with wire.Stranger.come(address, tmp_path, random.Random(1)) as stranger:
+            for row in STORING:
+                band = Small(address, tmp_path, stranger.rng, contextlib.AsyncExitStack(), strangers=[stranger])
+                band.run = {"run_id": "r", "run": {"model": "m", "target_batch_size": 64}}
+                stranger.asked = stranger.answered = 0
+                attacking = asyncio.create_task(row.find()(band))
+                while band.told[0] < 24 and not attacking.done():
+                    await asyncio.sleep(0.1)
+                attacking.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await attacking
+                asked, answered = band.told
+                assert answered > 0.9 * asked, (row.id, band.told)
+
+    scenes(tmp_path, p2pds.keeper())(scenario)
+
+
+def test_a_row_whose_records_no_node_looked_at_is_broken():
+    def judged(*lines, row="junk-keys"):
+        swarm = Swarm.__new__(Swarm)
+        swarm.row, swarm.broken, swarm.rounds_within = ROWS[row], "", lambda begin, end: 1.0
+        swarm.began, swarm.reasons, swarm.figures, swarm.loss = 0.0, lambda *_: [], lambda *_: swarm._stored(), lambda _: 0.0
+        swarm.stranger = SimpleNamespace(text=lambda: "".join(json.dumps(line) + "\n" for line in lines))
+        siege_ = siege.Siege(None, seconds=1, seed=0, say=print)
+        siege_._judge(swarm, SimpleNamespace(broken="", rounds_within=lambda *_: 1.0, loss=lambda _: 0.0, grown_mib=float))
+        return siege_.verdict()
+
+    arrived, deaf, heard = {"event": "arrived"}, {"event": "stored", "asked": 200, "answered": 0}, {"event": "stored", "asked": 300, "answered": 1}
+    assert judged(arrived, deaf)["broken"] == {"junk-keys": "none of its 200 questions to store a record was answered"}
+    assert "none of its 0" in judged(arrived)["broken"]["junk-keys"] and not judged(arrived)["holds"]
+    fine = judged(arrived, deaf, heard)
+    assert fine["broken"] == {} and fine["figures"]["junk-keys"]["answered"] == 1
+    assert judged({"event": "came"})["broken"] == {}, "in a run for members it heard nothing, and never began"
+    assert judged(arrived, row="nan")["broken"] == {}
