@@ -149,12 +149,15 @@ def lend_to_multiprocessing() -> None:
     """Where a test's subject has multiprocessing fork off a server, that server is forked, too, and has everything imported."""
     from multiprocessing import connection, forkserver, resource_tracker
 
-    server = forkserver._forkserver
+    server, one_at_a_time = forkserver._forkserver, threading.Lock()
 
     def ensure_running() -> None:
+        with one_at_a_time:  # several threads may start a process each
+            if server._forkserver_alive_fd is None:
+                start()
+
+    def start() -> None:
         resource_tracker.ensure_running()
-        if server._forkserver_alive_fd is not None:
-            return
         server._forkserver_address = connection.arbitrary_address("AF_UNIX")
         ended, server._forkserver_alive_fd = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, open(os.devnull) as nothing:
