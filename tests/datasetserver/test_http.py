@@ -190,7 +190,7 @@ def test_a_long_body_is_not_taken_apart_for_who_has_not_signed_it(host):
 
 
 def test_a_head_that_is_no_text_is_the_callers_fault(host):
-    """aiohttp hands it on with lone surrogates, of which no JSON can be made: the answer was a traceback."""
+    """aiohttp hands it on as lone surrogates. No JSON can be made of these, and the answer was a traceback."""
     headers = {"X-Peer-Key": "k", "X-Peer-Time": "\xff", "X-Peer-Signature": "s"}
     answer = call(host, "/v1/leases", raw=json.dumps(envelope(host, want_samples=1)).encode(), headers=headers)
     refused(answer, 403, "clock_differs")

@@ -98,7 +98,7 @@ class Download:
         content: Content,
         holders: set[str],
         clock: Callable[[], float] = time.monotonic,
-        order: Callable[[str], Any] = lambda holder: holder,
+        order: Callable[[str], Any] = str,
     ):
         """order: of the holders, the smaller the sooner."""
         self.content, self.holders, self._clock, self._order = content, holders, clock, order
@@ -316,10 +316,8 @@ class _Pace:
         return _CHUNKS_AHEAD_WHEN_FAST if self._seconds is not None and self.chunk_seconds < _FAST_SECONDS else _CHUNKS_AHEAD
 
 
-async def ask_manifest(
-    streams: Streams, holders: Collection[str], digest: str, order: Callable[[str], Any] = lambda holder: holder
-) -> Manifest | None:
-    """What the state named `digest` consists of, from whoever proves it first of the first of `holders`."""
+async def ask_manifest(streams: Streams, holders: Collection[str], digest: str, order: Callable[[str], Any] = str) -> Manifest | None:
+    """What the state named `digest` consists of. The first MAX_HOLDERS of `holders` are asked, and the first that proves it counts."""
     asking = [asyncio.create_task(_ask_manifest(streams, holder, digest)) for holder in sorted(holders, key=order)[:MAX_HOLDERS]]
     try:
         for answer in asyncio.as_completed(asking):

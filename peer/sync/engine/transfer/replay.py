@@ -177,7 +177,7 @@ class Replay:
         step: Step,
         clock: Callable[[], float] = time.monotonic,
         buffers: Buffers = IN_MEMORY,
-        order: Callable[[str], Any] = lambda holder: holder,
+        order: Callable[[str], Any] = str,
     ):
         """num_bytes: of each mean. step: may raise ValueError. order: as in `Download`."""
         chain = [digest, *manifest.header.parents]

@@ -215,7 +215,7 @@ class StateFetch:
         fetch.task.add_done_callback(lambda task: self._ended())
 
     def _order(self, salt: str, holder: str) -> tuple[int, bool, str]:
-        """Who failed us seldom comes first, then whom we have met, then chance: a name that comes first in any fixed order is found in no time."""
+        """Holders that have seldom failed us come first, then those that we have met. The rest is drawn: a name that is first in a fixed order is found in no time."""
         return self._penalties.get(holder, (0, 0.0))[0], holder not in self._met, rank(salt, holder)
 
     async def _chase(self, fetch: _Fetch, ours: State) -> State:
