@@ -112,16 +112,7 @@ class Bans:
         """Take over what is the host's and newer than what we knew; whether anything was. rumoured: by a record that anybody could sign."""
         before = self.version
         for word in words:
-            if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word):
-                if _countersigns(word):
-                    self._countersigning = word
-                else:
-                    self._newest[word.about] = word
-                    if len(self._newest) > MOST_BANS:
-                        least = min(self._newest.values(), key=_worth)
-                        del self._newest[least.about]
-                        if least is word:  # said again, it would be news each time
-                            continue
+            if self._is_news(word) and (self._checks.take() or not rumoured) and self._is_signed(word) and self._takes(word):
                 self.version += 1
                 log.log(logging.DEBUG if _countersigns(word) else logging.INFO, "the host %s %s%s", _does(word), word.about, f": {word.reason}" if word.reason else "")
         if self.version > before:
@@ -134,6 +125,16 @@ class Bans:
     def _is_news(self, word: HostWord) -> bool:
         known = self._countersigning if _countersigns(word) else self._newest.get(word.about)
         return bool(self._host_key) and word not in self._refused and (known is None or _age(word) > _age(known))
+
+    def _takes(self, word: HostWord) -> bool:
+        """Whether there is room for it. If not, it is no news: it would be each time that it is said."""
+        if _countersigns(word):
+            self._countersigning = word
+            return True
+        self._newest[word.about] = word
+        if len(self._newest) > MOST_BANS:
+            del self._newest[min(self._newest.values(), key=_worth).about]
+        return word.about in self._newest
 
     def _is_signed(self, word: HostWord) -> bool:
         try:

@@ -141,21 +141,16 @@ class SwarmNode:
                 await daemon.close()
                 daemon = await Daemon.start(**common, **nowhere)
             validator = Signatures(identity.key)
-            with refusals() as refused:
-                try:
-                    dht = await DHTNode.create(
-                        p2p=daemon.p2p,
-                        initial_peers=common["initial_peers"],
-                        client_mode=bool(client_mode),
-                        record_validator=CompositeValidator([rules := Rules(), validator]),
-                        cache_locally=False,  # a cache has no bounds, and would be handed on
-                        cache_nearest=0,
-                        bootstrap_timeout=5,
-                    )
-                except RuntimeError:  # nobody has answered as it should
-                    if refused:
-                        raise refused[0] from None
-                    raise
+            with refusals():
+                dht = await DHTNode.create(
+                    p2p=daemon.p2p,
+                    initial_peers=common["initial_peers"],
+                    client_mode=bool(client_mode),
+                    record_validator=CompositeValidator([rules := Rules(), validator]),
+                    cache_locally=False,  # a cache has no bounds, and would be handed on
+                    cache_nearest=0,
+                    bootstrap_timeout=5,
+                )
             dht.blacklist = Forgiving()
             await reachability.Prober(daemon.p2p).start()
         except BaseException:

@@ -46,11 +46,15 @@ _REFUSALS: contextvars.ContextVar[list[ValidationError] | None] = contextvars.Co
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[list[ValidationError]]:
-    """Why peers that were pinged within it refuse us."""
+def refusals() -> Iterator[None]:
+    """Where nobody answers a ping within it as it should, hivemind's RuntimeError becomes what one of them said instead: a ValidationError."""
     token = _REFUSALS.set(found := [])
     try:
-        yield found
+        yield
+    except RuntimeError:
+        if found:
+            raise found[0] from None
+        raise
     finally:
         _REFUSALS.reset(token)
 

@@ -101,7 +101,7 @@ class Download:
         order: Callable[[str], Any] = str,
     ):
         """order: of the holders, the smaller the sooner."""
-        self.content, self.holders, self._clock, self._order = content, holders, clock, order
+        self.content, self.holders, self._clock, self.order = content, holders, clock, order
         self.hashes: tuple[bytes, ...] | None = None
         self.done: set[int] = set()
         self.faults: dict[str, PeerLost] = {}
@@ -153,7 +153,7 @@ class Download:
         now = self._clock()
         ready = [
             holder
-            for holder in sorted(self.holders, key=lambda holder: (self._retry.get(holder, (0, now))[0], self._order(holder)))
+            for holder in sorted(self.holders, key=lambda holder: (self._retry.get(holder, (0, now))[0], self.order(holder)))
             if holder not in drawing and not isinstance(self.faults.get(holder), Lied) and self._retry.get(holder, (0, now))[1] <= now
         ]
         return ready[: most - len(drawing)]

@@ -97,8 +97,6 @@ class _Fetch:
     """Ours when it began."""
     download: Download
     began: float
-    salt: str
-    """For the order in which holders are asked."""
     replay: Replay | None = None
     replayed: bool = False
     task: asyncio.Task | None = None
@@ -207,9 +205,9 @@ class StateFetch:
             self._give_up(fetch, Slow(f"it has not come within {longest:.0f} s"))
 
     def _begin(self, head: Head, holders: set[str], ours: State) -> None:
-        content, salt = WholeState(head.digest, ours, self._partial, self._buffers), f"{self._rng.getrandbits(64):016x}"
-        download, self._partial = Download(content, holders, self._clock, partial(self._order, salt)), None
-        self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock(), salt)
+        content, order = WholeState(head.digest, ours, self._partial, self._buffers), partial(self._order, f"{self._rng.getrandbits(64):016x}")
+        download, self._partial = Download(content, holders, self._clock, order), None
+        self._fetch = fetch = _Fetch(head, holders, ours, download, self._clock())
         log.info("fetching state=%s samples=%d holders=%d", head.digest[:8], head.samples, len(holders))
         fetch.task = asyncio.create_task(self._chase(fetch, ours))
         fetch.task.add_done_callback(lambda task: self._ended())
@@ -220,7 +218,7 @@ class StateFetch:
 
     async def _chase(self, fetch: _Fetch, ours: State) -> State:
         """Repeat the last rounds if that leads from `ours` there; else, or if it fails, fetch the whole state."""
-        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest, partial(self._order, fetch.salt))
+        manifest = await ask_manifest(self._streams, fetch.holders, fetch.head.digest, fetch.download.order)
         if manifest is not None and (refusal := self._refusal(fetch.head, manifest.header)):
             raise BadState(refusal)
         if manifest is not None and self._replaying is not None:
@@ -232,7 +230,7 @@ class StateFetch:
 
     async def _replayed(self, fetch: _Fetch, ours: State, manifest: Manifest, replaying: Replaying) -> State | None:
         fetch.replay = Replay(
-            ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock, self._buffers, partial(self._order, fetch.salt)
+            ours, manifest, fetch.head.digest, replaying.num_bytes, replaying.step, self._clock, self._buffers, fetch.download.order
         )
         if not fetch.replay.digests:
             return None
@@ -291,12 +289,10 @@ class StateFetch:
     def _punish(self, fetch: _Fetch, error: Exception) -> None:
         log.warning("could not fetch state=%s: %s", fetch.head.digest[:8], error)
         self.trouble = f"could not fetch a newer state: {error}"
-        if not isinstance(error, PeerLost):  # it is of no use, whoever gives it
-            for peer in fetch.holders:
-                self._penalize(peer, error)
-            return
-        for peer in fetch.asked or fetch.holders:  # who was not asked comes next
-            self._penalize(peer, fetch.faults.get(peer, error))
+        # A state that is of no use is held against all who sign it. Else who was not asked comes next.
+        asked, faults = (fetch.asked, fetch.faults) if isinstance(error, PeerLost) else ((), {})
+        for peer in asked or fetch.holders:
+            self._penalize(peer, faults.get(peer, error))
 
     def _forgive(self, fetch: _Fetch) -> None:
         """The download succeeded: only who lied meanwhile is to be avoided."""
