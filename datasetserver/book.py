@@ -22,11 +22,15 @@ from datasetserver.shard_epochs import Contribution, Lease, ShardEpoch, ShardEpo
 from datasetserver.store import Store
 from datasetserver.tree import State
 from datasetserver.wrong_states import WrongStates
+from swarm.budget import Budgets
 from swarm.protocol import MAX_KEYS, NO_LEASE, RunState
 
 ANY_HOLDS = Allowance(2 * MAX_KEYS, 2 * MAX_KEYS)
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
 _NAMES = 256
+_COSTLY_PER_SECOND, _COSTLY_AT_ONCE = 0.5, 64
+"""Reports of one owner that change the branch, or whose parent is unknown: in a run of 5,000 rounds one takes up to 400 ms. Of an honest peer there
+are a few: what it tells of a lost branch follows what it told before."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Book:
         self._seen: dict[str, float] = {}
         self._names = names or _unguessable()
         self._owners = Owners(self._store)
+        self._costly = Budgets(_COSTLY_PER_SECOND, _COSTLY_AT_ONCE, clock=clock)
         self._leases = self._kept_leases()
         self._contributions = {c.id: c for c in self._store.contributions()}
         self._reports = Reports(self._store, self._owners, self._registered, most_of_one)
@@ -202,18 +207,26 @@ class Book:
     def add_final(self, state: State, reporter: str) -> State:
         """Take note of a final state, whoever reports it, and count the registered samples of all members; returns the head.
 
-        Refused with 409 when it contradicts itself, or what is known of that state.
+        Refused with 409 when it contradicts itself, or what is known of that state; with 429 when this owner's reports cost too much.
         """
         self.sweep()
         self._touch(reporter)
-        before = self.tree.head
-        news = self._reports.add(state, reporter)
-        if news is News.REDRAWN:
-            self._change_branch()
-        elif news is News.ADDED:
-            self._follow_head(before)
-        elif news is News.BACKED:
-            self._settle()
+        owner, before, known = self._owners.of(reporter), self.tree.head, self.tree.get(state.digest)
+        if self._costly.is_spent(owner):
+            raise Refused(429, "too_many_branches", "These reports change the run's branch too often.", "Report the rest later.")
+        costs = self.tree.has_gap(state) and not (known and known.equals(state))
+        try:
+            news = self._reports.add(state, reporter)
+            if news is News.REDRAWN:
+                costs = True
+                self._change_branch()
+            elif news is News.ADDED:
+                costs |= not self._follow_head(before)
+            elif news is News.BACKED:
+                self._settle()
+        finally:
+            if costs:
+                self._costly.take(owner)
         return self.tree.head
 
     def countersign(self) -> str:
@@ -408,20 +421,21 @@ class Book:
 
     # -- the head
 
-    def _follow_head(self, before: State | None) -> None:
-        """The head was `before`; usually the new one is its child, and nothing else can have changed."""
+    def _follow_head(self, before: State | None) -> bool:
+        """The head was `before`; usually the new one is its child, and nothing else can have changed. Returns whether the branch is the same."""
         if self.tree.head is before:
-            return
+            return True
         following = self.tree.since(before)
         if following is None:
             self._change_branch()
-            return
+            return False
         for state in following:
             for pair in self._lineage.passed(state, self._pending):
                 self._withdraw(self._contributions[pair])
             self._include(set(state.contributions()) - self._lineage.included)
             self._lineage.extend(state)
         self._settle()
+        return True
 
     def _include(self, pairs: set[tuple[str, int]]) -> None:
         for pair in sorted(pairs & self._contributions.keys()):

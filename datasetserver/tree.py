@@ -5,6 +5,7 @@ A state whose parent we do not know is kept, and says nothing by itself; so is o
 be a lie. Of two stories of one state the one that counts more is kept. Not promised: that a state exists, or is any good.
 """
 
+import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -86,13 +87,13 @@ class StateTree:
         self._children[state.parent].append(state.digest)
         for pair in state.contributions():
             self._having[pair].append(state.digest)
-        if self._has_gap(state):
+        if self.has_gap(state):
             decided = state.bridge == "" or state.bridge in self._states
             self._set_bridge(state, state.bridge if decided else self._likely_ancestor(state))
         else:
             state.bridge = None  # the store may still have the one from before its parent was reported
         for child in self.children(state.digest):
-            if not self._has_gap(child):
+            if not self.has_gap(child):
                 self._set_bridge(child, None)
             elif child.bridge is None:
                 self._set_bridge(child, self._likely_ancestor(child))
@@ -103,7 +104,7 @@ class StateTree:
     def outweighs(self, state: State) -> bool:
         """Whether `state`, another story of a digest that is known, counts more than the one that we have."""
         known = self._states[state.digest]
-        likely = self._likely_ancestor(state) if self._has_gap(state) else ""
+        likely = self._likely_ancestor(state) if self.has_gap(state) else ""
         counted, gaps = self._weigh(state, self._parent(state) or self._states.get(likely))
         return (counted, -gaps) > (known.counted, -known.gaps)
 
@@ -171,9 +172,9 @@ class StateTree:
         take one for the other. A report may name any digest."""
         return next((state for state in self._states.values() if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None)
 
-    def remove(self, digest: str) -> tuple[list[State], list[State]]:
-        """Forget a state and all that descend from it; returns them, and those that were only taken to descend from them."""
-        gone = self.following(digest)
+    def remove(self, *digests: str) -> tuple[list[State], list[State]]:
+        """Forget states and all that descend from them; returns them, and those that were only taken to descend from them."""
+        gone = list({state.digest: state for digest in digests for state in self.following(digest)}.values())
         orphans = [orphan for state in gone for orphan in self._bridged.get(state.digest, ())]
         for state in gone:
             self._forget(state)
@@ -184,7 +185,7 @@ class StateTree:
         """Decide anew what these come after, of which we know no parent; returns those that are still there."""
         states = [self._states[digest] for digest in digests if digest in self._states]
         for state in states:
-            self._set_bridge(state, self._likely_ancestor(state) if self._has_gap(state) else None)
+            self._set_bridge(state, self._likely_ancestor(state) if self.has_gap(state) else None)
             self._count_from(state)
         return states
 
@@ -226,6 +227,17 @@ class StateTree:
         """Whether another state descends from it."""
         return bool(self._children.get(state.digest) or self._bridged.get(state.digest))
 
+    def has_gap(self, state: State) -> bool:
+        """Whether we do not know what it follows: then all states are looked at for what it may come after."""
+        return state.round != 1 and self._parent(state) is None
+
+    def follows(self, state: State) -> set[str]:
+        """What it is said to follow, or taken to come after."""
+        return {state.parent, state.bridge or ""} - {""}
+
+    def followers(self, state: State) -> set[str]:
+        return {*self._children.get(state.digest, ()), *self._bridged.get(state.digest, ())}
+
     def tips(self) -> list[State]:
         """The states that no other descends from, the best first."""
         tips = [state for state in self._states.values() if not self.is_followed(state)]
@@ -243,9 +255,6 @@ class StateTree:
         parent = self._states.get(state.parent)
         follows = parent is not None and (state.round, state.samples) == (parent.round + 1, parent.samples + state.own_samples)
         return parent if follows else None
-
-    def _has_gap(self, state: State) -> bool:
-        return state.round != 1 and self._parent(state) is None
 
     def _likely_ancestor(self, state: State) -> str:
         """The best state of an earlier round that has no more samples than `state` had before its members; '' for none.
@@ -332,7 +341,7 @@ class StateTree:
     def _weigh(self, state: State, ancestor: State | None) -> tuple[int, int]:
         """Counted samples and gaps of a state on top of `ancestor`."""
         counted, gaps = (ancestor.counted, ancestor.gaps) if ancestor else (0, 0)
-        return counted + self._own_count(state, ancestor), gaps + self._has_gap(state)
+        return counted + self._own_count(state, ancestor), gaps + self.has_gap(state)
 
     def _own_count(self, state: State, ancestor: State | None) -> int:
         """What its members add: of each no more than it registered, nor than two rounds have, and nothing that an ancestor has."""
@@ -369,15 +378,31 @@ def _drop(digests: dict[Any, list[str]], key: Any, digest: str) -> None:
         del digests[key]
 
 
-def spare(tree: StateTree, states: Iterable[State], most_members: int) -> State | None:
-    """Of these states the least that may be forgotten, when together they have more than `most_members`; None when they have not."""
+def spare(tree: StateTree, states: Iterable[State], most_members: int) -> list[str]:
+    """Of these states those that may be forgotten, the least first and none before what follows it, so that the others have no more than
+    `most_members` together."""
     kept = {state.digest for state in tree.chain()}
-    extra = [state for state in states if state.digest not in kept]
-    # As 64 members each at least, for every report is compared with each state: a thousand, not one for each member.
-    if sum(max(len(state.members), _FEWEST_COUNTED) for state in extra) <= most_members:
-        return None
-    tips = {state.digest for state in tree.tips()}
-    return min((state for state in extra if state.digest in tips), key=_rank, default=None)
+    extra = {state.digest: state for state in states if state.digest not in kept}
+    over = sum(map(_members_counted, extra.values())) - most_members
+    if over <= 0:
+        return []
+    followers = {digest: tree.followers(state) for digest, state in extra.items()}
+    tips, gone = [(_rank(state), digest) for digest, state in extra.items() if not followers[digest]], []
+    heapq.heapify(tips)
+    while over > 0 and tips:
+        _, digest = heapq.heappop(tips)
+        gone.append(digest)
+        over -= _members_counted(extra[digest])
+        for earlier in tree.follows(extra[digest]) & extra.keys():
+            followers[earlier].discard(digest)
+            if not followers[earlier]:
+                heapq.heappush(tips, (_rank(extra[earlier]), earlier))
+    return gone
+
+
+def _members_counted(state: State) -> int:
+    """As 64 each at least, for a report may be compared with each state: a thousand, not one for each member."""
+    return max(len(state.members), _FEWEST_COUNTED)
 
 
 def _rank(state: State) -> tuple[int, ...]:

@@ -11,12 +11,16 @@ class Budget:
         self._per_second, self._at_once, self._clock = per_second, at_once, clock
         self._left, self._counted = float(at_once), clock()
 
-    def take(self) -> bool:
-        """Whether there is one left; it is spent then."""
+    @property
+    def is_spent(self) -> bool:
         now = self._clock()
         self._left = min(self._at_once, self._left + (now - self._counted) * self._per_second)
         self._counted = now
-        if self._left < 1:
+        return self._left < 1
+
+    def take(self) -> bool:
+        """Whether there is one left; it is spent then."""
+        if self.is_spent:
             return False
         self._left -= 1
         return True
@@ -28,6 +32,9 @@ class Budgets:
     def __init__(self, per_second: float, at_once: int, most: int = 1024, clock: Callable[[], float] = time.monotonic):
         self._terms, self._most, self._clock = (per_second, at_once), most, clock
         self._of: dict[Hashable, Budget] = {}
+
+    def is_spent(self, whose: Hashable) -> bool:
+        return whose in self._of and self._of[whose].is_spent
 
     def take(self, whose: Hashable) -> bool:
         budget = self._of.pop(whose, None) or Budget(*self._terms, self._clock)

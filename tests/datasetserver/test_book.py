@@ -736,6 +736,7 @@ def test_a_ledger_of_before_that_was_hit_goes_on_from_the_honest_head(db, clock)
 
 def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, clock, monkeypatch):
     monkeypatch.setattr("datasetserver.reports._MOST_SPARE_MEMBERS", 10)
+    monkeypatch.setattr("datasetserver.reports._SPARE_EVERY", 1)
     before = final(book, 1, None, 1, 0)
     for number in range(50):
         parent = "alice1" if number % 2 else f"lost{number}"
@@ -751,6 +752,7 @@ def test_reports_that_are_in_no_chain_of_ours_take_only_so_much_room(book, db, c
 
 def test_a_state_that_is_forgotten_and_reported_again_before_it_is_written_is_kept(book, db, clock, monkeypatch):
     monkeypatch.setattr("datasetserver.reports._MOST_SPARE_MEMBERS", 128)
+    monkeypatch.setattr("datasetserver.reports._SPARE_EVERY", 1)
     final(book, 1, None, 1, 0)
     for number in range(1, 4):
         book.add_final(state(f"spare{number}", f"lost{number}", 10 - number, 2**20, ("mallory", number, 1)), "mallory")
@@ -925,17 +927,55 @@ def test_another_story_of_a_state_leads_in_no_circle(book):
     assert book.tree.head.digest == digest("x") and book.counted_samples == 1
 
 
-def test_reports_that_are_forgotten_again_leave_nothing_of_the_peers_that_they_name(book):
+def test_reports_that_are_forgotten_again_leave_nothing_of_the_peers_that_they_name(book, clock):
     tree = book.tree
-    for number in range(300):
+    for number in range(320):
+        clock.now += 2
         made_up = [(f"nobody{number}-{one}", 1, 1) for one in range(512)]
         book.add_final(state(f"s{number}", f"p{number}", 2, 600, *made_up), "mallory")
     kept = list(tree)
-    assert len(kept) <= 129
+    assert len(kept) == 129  # with the head
     assert len(tree._having) == sum(len(one.members) for one in kept) and len(tree._children) == len(kept)
 
 
-def test_spare_states_of_one_owner_are_a_thousand_however_few_members_they_have(book):
-    for number in range(1100):
+def test_spare_states_of_one_owner_are_a_thousand_however_few_members_they_have(book, clock):
+    for number in range(1120):
+        clock.now += 2
         book.add_final(state(f"s{number}", f"p{number}", 2, 600, ("nobody", 1, 1)), "mallory")
-    assert len(list(book.tree)) <= 1025
+    assert len(list(book.tree)) == 1025  # with the head
+
+
+def test_a_lost_branch_is_forgotten_from_its_end(book, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.reports._MOST_SPARE_MEMBERS", 64 * 5)
+    before = final(book, 1, None, 1, 0)
+    final(book, 1, None, 1, 0, peer="mallory")
+    for number in range(2, 33):  # which was left for a better one, and is told at once
+        book.add_final(state(f"m{number}", f"m{number - 1}" if number > 2 else "mallory1", number, before, ("nobody", number, 0)), "mallory")
+    kept = {one.digest for one in book.tree}
+    assert kept == {digest(name) for name in ("alice1", "mallory1", "m2", "m3", "m4", "m5")}
+
+
+def test_who_sends_the_run_from_branch_to_branch_is_asked_to_wait_and_others_are_not(book, clock):
+    before = final(book, 1, None, 1, 0)
+    second = final(book, 2, "alice1", 2, before)
+    changes = 0
+    with refusal("too_many_branches"):
+        for number in range(1000):
+            book.add_final(state(f"s{number}", f"lost{number}", 9, second + 1, ("mallory", 1, 1)), "mallory")
+            changes += 1
+    assert changes == 64 and len(list(book.tree)) == 66
+    with refusal("too_many_branches"):
+        book.add_final(state("any", "alice2", 3, second + 1, ("mallory", 1, 1)), "mallory")
+    final(book, 3, "alice2", 3, second)
+    clock.now += 2
+    book.add_final(state("any", "alice2", 3, second + 1, ("mallory", 1, 1)), "mallory")
+
+
+def test_of_what_contradicts_what_we_know_too_much_is_too_much(book):
+    """Each such story is compared with all states before it is refused."""
+    final(book, 1, None, 1, 0)
+    for _ in range(64):
+        with refusal("contradiction"):
+            book.add_final(state("alice1", "lost", 9, 2**20, ("mallory", 1, 1)), "mallory")
+    with refusal("too_many_branches"):
+        book.add_final(state("alice1", "lost", 9, 2**20, ("mallory", 1, 1)), "mallory")
