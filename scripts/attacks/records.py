@@ -58,8 +58,8 @@ async def record_flood(band: Band) -> None:
     while True:
         await _own_records(band, strangers)
         head = await band.head()
-        for number, stranger in enumerate(strangers):
-            await stranger.publish_for(band.run_id, {key: band.waiting(head) for key in band.keys[number :: len(strangers)]})
+        brought = [{key: band.waiting(head) for key in band.keys[number :: len(strangers)]} for number in range(len(strangers))]
+        await asyncio.gather(*(stranger.publish_for(band.run_id, records) for stranger, records in zip(strangers, brought, strict=True)))
         band.stored()
         await asyncio.sleep(_RENEW_SECONDS)
 

@@ -16,7 +16,7 @@ from peer.sync.engine.round.heads import most_signed
 from peer.sync.engine.state import CHUNK_BYTES, HASH_BYTES, BadState, Header, State
 from peer.sync.engine.transfer.discarded import Discarded
 from peer.sync.engine.transfer.download import Download
-from peer.sync.engine.transfer.kind import Kind, ask_kind
+from peer.sync.engine.transfer.kind import Kind, ask_kinds
 from peer.sync.engine.transfer.pace import Slow, fetch_seconds
 from peer.sync.engine.transfer.state_fetch import WholeState
 from peer.sync.engine.vectors import SharedBuffer
@@ -53,31 +53,51 @@ class FirstState:
         self._named, self._known, self._discarded, self._buffers = named, known, discarded, buffers
         self._streams, self._seals = Streams(node, members=members), Seals(run, node, members)
         self._failures: collections.Counter[str] = collections.Counter()
+        self._failed: collections.Counter[Kind] = collections.Counter()
 
     async def found(
         self, waiting: str, check: Callable[[Kind], None] = lambda kind: None, alone: Callable[[], Awaitable[None]] | None = None
     ) -> tuple[Kind, State]:
         """The best state, and what it looks like; waits until somebody is there who has one, and says so: `waiting`.
 
-        check: may refuse its kind. alone: called each minute for which nobody has been there; may raise UserError.
+        check: may refuse a kind (UserError), which is raised where no other kind is said. alone: called each minute for which nobody has been
+        there; may raise UserError.
         """
         clock, told = asyncio.get_running_loop().time, -math.inf
         while True:
             records = await self._records()
             peers = [record.peer_id for record in records]
-            kind = await ask_kind(self._streams, [peer for peer in peers if peer in self._named]) or await ask_kind(self._streams, peers)
-            alike = [record for record in records if kind is not None and record.schema == kind.schema]
-            if alike:
-                check(kind)
-                alike = await self._that_count(alike)
-                with contextlib.suppress(PeerLost, BadState):
-                    return kind, await self._fetch(kind, alike)
+            kinds = await ask_kinds(self._streams, [peer for peer in peers if peer in self._named]) or await ask_kinds(self._streams, peers)
+            found = await self._of_one(kinds, await self._that_count(records), check) if kinds else None
+            if found is not None:
+                return found
             if clock() - told >= _TOLD_EVERY_SECONDS:
                 if alone and not records and told > -math.inf:
                     await alone()
                 told = clock()
                 log.info("%s", waiting)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _of_one(self, kinds: Sequence[Kind], records: Sequence[PeerRecord], check: Callable[[Kind], None]) -> tuple[Kind, State] | None:
+        """A state of one of these kinds. One that has failed us gives way to the next: anybody may say a kind, and as many as he has keys."""
+        alike = {kind: [record for record in records if record.schema == kind.schema] for kind in kinds}
+        alike = {kind: holders for kind, holders in alike.items() if holders}
+        fits, refusals = [], []
+        for kind in alike:
+            try:
+                check(kind)
+                fits.append(kind)
+            except UserError as refusal:
+                refusals.append(refusal)
+        if refusals and not fits:
+            raise refusals[0]
+        for kind in sorted(fits, key=lambda kind: self._failed[kind]):
+            try:
+                return kind, await self._fetch(kind, alike[kind])
+            except (PeerLost, BadState) as error:
+                log.debug("no state of the kind %s: %s", kind, error)
+                self._failed[kind] += 1
+        return None
 
     async def within(self, seconds: float) -> State:
         """The same, for who takes it and goes. Raises UserError (NETWORK) when nobody gives one in time."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from peer.sync.engine.state import Head, next_state
 from peer.sync.engine.transfer.archive import Archive
 from peer.sync.engine.transfer.disk import StateStore, read_state
 from peer.sync.engine.transfer.download import CHUNKS
-from peer.sync.engine.transfer.kind import KIND, Kind, ask_kind, serve_kind
+from peer.sync.engine.transfer.kind import KIND, Kind, ask_kinds, serve_kind
 from peer.sync.engine.transfer.pace import Slow
 from peer.sync.parameters import Parameters
 from swarm.bans import Bans, sign_word
@@ -375,10 +376,10 @@ def test_final_states_that_cannot_be_kept_are_a_reason_to_end(tmp_path):
 def test_what_most_say_a_state_looks_like_is_believed(virtual):
     async def scenario(nodes):
         (_, asker), *others = await nodes.streams(4)
-        right = Kind("right", (1000, 7))
-        for (_, streams), kind in zip(others, [right, Kind("wrong", (5, 0)), right], strict=True):
+        right, wrong = Kind("right", (1000, 7)), Kind("a", (5, 0))
+        for (_, streams), kind in zip(others, [right, wrong, right], strict=True):
             await serve_kind(streams, kind)
-        assert await ask_kind(asker, [node.peer_id for node, _ in others]) == right
+        assert await ask_kinds(asker, [node.peer_id for node, _ in others]) == [right, wrong]
 
     virtual(scenario)
 
@@ -391,7 +392,37 @@ def test_garbage_for_a_kind_of_state_is_nobodys_word(virtual):
             await channel.send({"schema": "x", "sizes": [-1, 1 << 50]}, seconds=60)
 
         await liar.serve(KIND, lie)
-        assert await ask_kind(asker, [node.peer_id, "Qm" + "x" * 44]) is None
+        assert await ask_kinds(asker, [node.peer_id, "Qm" + "x" * 44]) == []
+
+    virtual(scenario)
+
+
+@pytest.mark.parametrize("lie", [Kind("a", (SIZE, 0)), Kind("schema", (1 << 30, 0)), Kind("schema", (SIZE + (2 << 20), 0))])
+def test_who_says_another_kind_than_the_one_trainer_costs_a_helper_no_more_than_a_try(virtual, lie):
+    """Of two that one peer each says nobody knows which is right: of another schema, too large for this machine, or of other states."""
+
+    def refuse_large(kind):
+        if sum(kind.sizes) >= 1 << 30:
+            raise UserError("too large", fix="Use another machine.")
+
+    async def scenario(nodes):
+        state = next_state(state_of(torch.zeros(SIZE), run=RUN.digest), [[torch.ones(SIZE)]], [Member("a", 1, 8)])
+        giver = await holder(nodes, state)
+        await serve_kind(giver.streams, Kind("schema", (SIZE, 0)))
+        ((liar, lying), (ours, _)) = await nodes.streams(2)
+        await serve_kind(lying, lie)
+        records = [
+            PeerRecord(peer_id=peer, config=RUN.digest, schema=schema, round=1, samples=8, digest=state.digest)
+            for peer, schema in ((giver.node.peer_id, "schema"), (liar.peer_id, lie.schema))
+        ]
+        first = FirstState(RUN, Parameters(), ours, Members(RUN))
+        first._records = AsyncMock(return_value=records)
+        kind, found = await asyncio.wait_for(first.found("waiting", refuse_large), 600)
+        assert (kind, found.digest) == (Kind("schema", (SIZE, 0)), state.digest)
+        first._records = AsyncMock(return_value=records[1:])
+        if sum(lie.sizes) >= 1 << 30:
+            with pytest.raises(UserError, match="too large"):
+                await first.found("waiting", lambda kind: refuse_large(lie))
 
     virtual(scenario)
 

@@ -15,7 +15,7 @@ from peer.sync.engine.net.streams import PeerLost, Streams
 from peer.sync.engine.state import BadState, Header
 from peer.sync.engine.transfer.donors import ask_head
 from peer.sync.engine.transfer.download import Download, ask_manifest
-from peer.sync.engine.transfer.kind import ask_kind
+from peer.sync.engine.transfer.kind import ask_kinds
 from peer.sync.engine.transfer.state_fetch import WholeState
 from tests.peer.sync.replicas import Liar, Peer, make_run
 from tests.peer.sync.swarm_tools import ANYTHING, until
@@ -133,7 +133,7 @@ def test_garbage_for_an_answer_is_a_lost_peer_whatever_was_asked(swarm, seed, ca
         asking = Streams(peer.node)
         for _ in range(QUESTIONS):
             await ask_head(asking, stranger.peer_id)
-            await ask_kind(asking, [stranger.peer_id])
+            await ask_kinds(asking, [stranger.peer_id])
             await ask_manifest(asking, [stranger.peer_id], "0" * 64)
             await peer.replica.rounds.matchmaker._calls._call(stranger.peer_id, peer.head.digest)
             with contextlib.suppress(PeerLost):

@@ -10,7 +10,7 @@ from peer.sync.engine.net.streams import PeerLost, Refused, Streams
 from peer.sync.engine.round.calls import CALL
 from peer.sync.engine.state import Head
 from peer.sync.engine.transfer.donors import HEAD
-from peer.sync.engine.transfer.kind import KIND, Kind, ask_kind, serve_kind
+from peer.sync.engine.transfer.kind import KIND, Kind, ask_kinds, serve_kind
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
 from swarm.members import LIFE_SECONDS, Members, sign_membership
@@ -118,7 +118,7 @@ def test_who_serves_a_run_for_members_waits_for_no_silent_stream_for_ever(virtua
             await channel.receive(Answer, seconds=60)
         assert nodes.clock() - began < 20
         friend = Members(run, own=sign_membership(key, run, other.peer_id, nodes.wall))
-        assert await ask_kind(Streams(other, members=friend), [node.peer_id]) == Kind("schema", (1, 2))
+        assert await ask_kinds(Streams(other, members=friend), [node.peer_id]) == [Kind("schema", (1, 2))]
 
     virtual(scenario)
 

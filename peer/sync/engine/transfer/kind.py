@@ -1,6 +1,6 @@
 """What a peer that has no model must know to hold a run's state: which tensors, and how long the vector's segments are.
 
-Who trains derives both from `params`; who assists asks those who train, and believes what most of them say.
+Who trains derives both from `params`; who assists asks those who train, and believes first what most of them say.
 """
 
 import asyncio
@@ -57,8 +57,8 @@ async def serve_kind(streams: Streams, kind: Kind) -> None:
     await streams.serve(KIND, answer)
 
 
-async def ask_kind(streams: Streams, peers: Collection[str]) -> Kind | None:
-    """What most of `peers` say; None when none of them says anything."""
+async def ask_kinds(streams: Streams, peers: Collection[str]) -> list[Kind]:
+    """What `peers` say, first what most of them do."""
 
     async def ask(peer: str) -> Kind | None:
         with contextlib.suppress(PeerLost), contextlib.closing(await streams.open(peer, KIND)) as channel:
@@ -67,4 +67,4 @@ async def ask_kind(streams: Streams, peers: Collection[str]) -> Kind | None:
         return None
 
     votes = collections.Counter(kind for kind in await asyncio.gather(*map(ask, peers)) if kind is not None)
-    return min(votes, key=lambda kind: (-votes[kind], kind.schema, kind.sizes), default=None)
+    return sorted(votes, key=lambda kind: (-votes[kind], kind.schema, kind.sizes))
