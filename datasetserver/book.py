@@ -217,8 +217,8 @@ class Book:
         costs = self.tree.has_gap(state) and not (known and known.equals(state))
         try:
             news = self._reports.add(state, reporter)
+            costs |= news is News.REDRAWN
             if news is News.REDRAWN:
-                costs = True
                 self._change_branch()
             elif news is News.ADDED:
                 costs |= not self._follow_head(before)

@@ -211,8 +211,8 @@ MUTATIONS = (
     Mutation(
         "late_report_changes_nothing",
         "a report that comes late and changes the head's chain is noted and not counted",
-        "        if news is News.REDRAWN:\n            self._change_branch()\n",
-        "        if news is News.REDRAWN:\n            pass\n",
+        "            if news is News.REDRAWN:\n                self._change_branch()\n",
+        "            if news is News.REDRAWN:\n                pass\n",
         under="datasetserver/book.py",
     ),
     Mutation(

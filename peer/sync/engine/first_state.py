@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
