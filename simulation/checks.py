@@ -76,7 +76,7 @@ class Checks:
         """Digests of the states that strangers made up, and whether members did."""
         self.forged_by_met: set[str] = set()
         """Digests of the states that a liar made up. Honest peers have met it."""
-        self.company = Company(world.strangers)
+        self.company = Company(world.strangers, lambda digest: not self.discarded.keys().isdisjoint(self.lineage(digest)))
         self.discarded: dict[str, float] = {}
         """Digests of the states that the host has discarded, and when."""
         self.buried: set[str] = set()

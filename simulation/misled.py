@@ -7,7 +7,7 @@ these answer. Whom it sees is taken from its node, whom it has met and its certi
 
 import functools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from peer.sync.engine.certificate import Certificate, strongest
@@ -33,10 +33,11 @@ class Misled(Exception):
 
 
 class Company:
-    """Who each peer could go by. strangers: those that lie."""
+    """Who each peer could go by. strangers: those that lie. discards: whether a state is, or descends from, one that the host has discarded: a
+    certificate of it says nothing any more."""
 
-    def __init__(self, strangers: Collection[str]):
-        self._strangers = strangers
+    def __init__(self, strangers: Collection[str], discards: Callable[[str], bool] = lambda digest: False):
+        self._strangers, self._discards = strangers, discards
         self._last: dict[str, tuple[int, float]] = {}
         """Of each peer: in which process of it somebody was live last, and when; at first, when that process began."""
         self._own: dict[str, Certificate | None] = {}
@@ -59,7 +60,7 @@ class Company:
             live |= self._sealed(machine, others, now)
         if live:
             return f"though {', '.join(sorted(peer[-6:] for peer in live))} is live"
-        own, (_, since) = self._own.get(machine.peer), self._last.get(machine.peer, (0, 0.0))
+        own, (_, since) = self._before(machine), self._last.get(machine.peer, (0, 0.0))
         if own is not None and own.peers - {machine.peer} and own.made.digest in lineage and now - since < ALONE_SECONDS:
             return f"{now - since:.0f} s after somebody was live whom it could go by"
         return ""
@@ -72,15 +73,21 @@ class Company:
             return 0.0
         return now - self._led_since.setdefault(machine.peer, now)
 
+    def _before(self, machine: "Machine") -> Certificate | None:
+        return self._valid(self._own.get(machine.peer))
+
+    def _valid(self, certificate: Certificate | None) -> Certificate | None:
+        return certificate if certificate is not None and not self._discards(certificate.made.digest) else None
+
     def _live(self, machine: "Machine", now: float) -> set[str]:
         """Whom it sees that it has met, or whose seal is in its certificate."""
-        own = self._own.get(machine.peer)
+        own = self._before(machine)
         return self._there(machine, now) & {*machine.met(), *(own.peers if own is not None else ())}
 
     def _sealed(self, machine: "Machine", others: Sequence["Machine"], now: float) -> set[str]:
         """Signers that it sees of the strongest certificate that it is shown."""
         asked = self._there(machine, now, _ASKED_SECONDS) | self._asked_with_strangers(machine, now)
-        shown = [self._own.get(machine.peer), *(_certificate(other) for other in others if other.peer in asked)]
+        shown = [self._before(machine), *(self._valid(_certificate(other)) for other in others if other.peer in asked)]
         best = strongest([certificate for certificate in shown if certificate is not None])
         return asked & best.peers if best is not None else set()
 

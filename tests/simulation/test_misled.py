@@ -53,6 +53,19 @@ def test_while_somebody_is_live_whom_it_has_met_or_who_sealed_its_state_liars_mu
     assert "live" not in company.breaks(ours, [ours, friend], [], 1001.0), "its record is 21 s old"
 
 
+def test_a_certificate_of_what_the_host_has_discarded_says_nothing(peer):
+    """Seed 91000635: a newcomer's only certificate was of a discarded state, and who had sealed it was asleep."""
+    ours, liar, signer, friend = peer("ours", signers=["signer"]), peer("liar"), peer("signer", signers=["signer"]), peer("friend")
+    ours.sees(liar, signer)
+    for discarded in ("", STATE):
+        company = Company({"liar"}, lambda digest, discarded=discarded: digest == discarded)
+        company.look([ours], 1000.0)
+        assert ("though signer is live" in company.breaks(ours, [ours, signer], [STATE], 1001.0)) == (not discarded)
+    ours._met = ["friend"]
+    ours.sees(liar, friend)
+    assert "though friend is live" in company.breaks(ours, [ours, friend], [], 1001.0), "whom it has met it has met"
+
+
 def test_with_a_certificate_of_its_line_nobody_must_lead_it_for_some_minutes_after_its_company_was_live(peer):
     ours, liar, friend = peer("ours", met=["friend"], signers=["gone", "ours"]), peer("liar"), peer("friend")
     company = Company({"liar"})
