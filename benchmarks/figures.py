@@ -87,7 +87,7 @@ CLAIMS: Mapping[str, Claim] = {
         f"sudo {PYTHON} benchmarks/wan.py --only diloco/int4/overlap",
         "utilisation 0.97 with two peers",
         lambda said: ", ".join(f"{row}: {value:.3f}" for row, value in said["utilisation"].items()),
-        lambda said: max(said["utilisation"].values()) >= 0.97,
+        lambda said: said["utilisation"]["diloco/int4/overlap"] >= 0.97,
     ),
     "parity": Claim(
         "A swarm needs no more samples than one machine",

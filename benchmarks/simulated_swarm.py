@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,6 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=20.0, help="--clip_members")
     parser.add_argument("--liar", type=float, default=1.0, help="the last peer contributes what it learned times this: -1 the opposite, -20 as far as the clip lets it")
     parser.add_argument("--mislabelled", action="store_true", help="the last peer learns every digit as another one")
-    parser.add_argument("--moments", action="store_true", help="average AdamW's moments, too: not in the product")
     parser.add_argument("--ema", type=float, default=0, help="judge a running mean of the states over about N samples; 0: the states")
     parser.add_argument("--look_from", type=int, default=8192)
     parser.add_argument("--total_samples", type=int, default=57_344)
@@ -139,9 +138,6 @@ class Swarm:
         # As diffusers' EMAModel begins: with little weight on what was before anything was learned.
         keep = min(math.exp((before - self.samples) / args.ema), (1 + self._number) / (10 + self._number)) if args.ema else 0.0
         self.judged = self.judged * keep + self.vectors[0] * (1 - keep)
-        if args.moments:
-            average_moments(self._optimizers)
-
 
     def _average(self, learned: Tensor, samples: int) -> Tensor:
         """As the product's reducers do, each with a part. learned: (peers, size), in place."""
@@ -152,14 +148,6 @@ class Swarm:
             return learned.mean(0)
         parts = [learned[:, part.start : part.end] for part in Wire("fp32", learned.shape[1]).parts]
         return torch.cat([torch.mv(part.T, centre(shares, products(part)).float()) for part in parts])
-
-
-def average_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for states in zip(*(one.state.values() for one in optimizers), strict=True):
-        for name in ("exp_avg", "exp_avg_sq"):
-            mean = sum(state[name] for state in states) / len(states)
-            for state in states:
-                state[name].copy_(mean)
 
 
 def vector(pupil: nn.Module) -> Tensor:

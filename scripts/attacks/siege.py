@@ -271,7 +271,7 @@ def main(argv: Sequence[str]) -> int:
     }
     verdict = {**siege.verdict(), **told, "about": about()}
     if args.record:
-        args.record.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+        args.record.write_text(json.dumps(verdict) + "\n", encoding="utf-8")
     say(json.dumps(verdict))
     return 0 if verdict["holds"] else 1
 

@@ -272,7 +272,7 @@ def main(argv: Sequence[str]) -> int:
     counts = f"{verdict['kills']} kills, {verdict['rounds']} rounds, {verdict['samples']} samples, {verdict['repeated']} of them twice in an outage"
     print(f"{counts}: {'all holds' if verdict['holds'] else 'it does not hold'}")
     if args.record:
-        args.record.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+        args.record.write_text(json.dumps(verdict) + "\n", encoding="utf-8")
     return 0 if verdict["holds"] else 1
 
 

@@ -379,5 +379,5 @@ def main(argv: Sequence[str]) -> int:
         f"{len(soak.kills)} kills, {verdict['rounds']} rounds, {verdict['samples']} samples: {'all holds' if verdict['holds'] else 'it does not hold'}"
     )
     if args.record:
-        args.record.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+        args.record.write_text(json.dumps(verdict) + "\n", encoding="utf-8")
     return 0 if verdict["holds"] else 1

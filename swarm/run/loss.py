@@ -9,22 +9,14 @@ from typing import Any
 from swarm.run.rooms import modules
 
 
-def _nothing(run: Any, source: Path) -> Mapping[str, Any]:
-    return {}
-
-
-def _nothing_in_file(path: Path, configured: bool) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     title: str
     """For people: 'is trained by TITLE'."""
     options: type
-    found_in: Callable[[Any, Path], Mapping[str, Any]] = _nothing
+    found_in: Callable[[Any, Path], Mapping[str, Any]] = lambda run, source: {}
     """What the founder reads of the base model (a folder or a file) for options that the run leaves open. Raises UserError."""
-    said_by_file: Callable[[Path, bool], Mapping[str, Any]] = _nothing_in_file
+    said_by_file: Callable[[Path, bool], Mapping[str, Any]] = lambda path, configured: {}
     """What a .safetensors file says of its scheduler, by the names of its config. The flag: whether a --model_config was given."""
 
 

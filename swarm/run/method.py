@@ -27,30 +27,6 @@ class TextEncoders:
     )
 
 
-def _nothing(run: Any) -> Mapping[str, Any]:
-    return {}
-
-
-def _found_nothing(run: Any, given: Collection[str]) -> Mapping[str, Any]:
-    return {}
-
-
-def _no_check(run: Any) -> None:
-    return None
-
-
-def _fits_all(run: Any, family: Family) -> None:
-    return None
-
-
-def _no_network(run: Any, family: Family) -> Mapping[str, Any]:
-    return {}
-
-
-def _own_caption(caption: str, run: Any, chance: Callable[[str], Random]) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """Everything about a method that is not a tensor."""
@@ -65,15 +41,15 @@ class Method:
     """Whether it is the one where nothing asks for another."""
     asked_by: str = ""
     """The option that asks for it with --method auto."""
-    resolve: Callable[[Any], Mapping[str, Any]] = _nothing
+    resolve: Callable[[Any], Mapping[str, Any]] = lambda run: {}
     """What its options stand for that were left to the program, in a run of this method."""
-    found: Callable[[Any, Collection[str]], Mapping[str, Any]] = _found_nothing
+    found: Callable[[Any, Collection[str]], Mapping[str, Any]] = lambda run, given: {}
     """What the founder reads from files that the run begins with, the names of the options that were given beside it. Raises UserError."""
-    check_files: Callable[[Any], None] = _no_check
+    check_files: Callable[[Any], None] = lambda run: None
     """Raises UserError when a file that the run begins with, beside the base model, is not on this machine, or is another."""
-    check: Callable[[Any], None] = _no_check
+    check: Callable[[Any], None] = lambda run: None
     """Raises UserError for options that no peer could train with, in a run of this method."""
-    check_with: Callable[[Any, Family], None] = _fits_all
+    check_with: Callable[[Any, Family], None] = lambda run, family: None
     """Raises UserError for options that a model of the family cannot have, in a run of this method."""
     learns_words: bool = False
     """Whether its result is a word, which not every family's pipeline reads."""
@@ -87,13 +63,13 @@ class Method:
     """Why its result has no place in a single file of the whole model; '': it has."""
     bare_pictures: bool = False
     """Whether pictures without captions can be trained on."""
-    caption: Callable[[str, Any, Callable[[str], Random]], str | None] = _own_caption
+    caption: Callable[[str, Any, Callable[[str], Random]], str | None] = lambda caption, run, chance: None
     """The caption that a sample is trained with in place of its own, the run and random generators by purpose given; None: as for other methods."""
     steps_name: str = "model"
     """How results on the way are called."""
     has_forms: bool = False
     """Whether it has a use for --save_as_full_pipeline and --safe_serialization."""
-    network: Callable[[Any, Family], Mapping[str, Any]] = _no_network
+    network: Callable[[Any, Family], Mapping[str, Any]] = lambda run, family: {}
     """What kohya's scripts say of it in the header of a file, without `ss_network_`."""
     kind: str
     """What its result is called in the model card."""

@@ -19,7 +19,6 @@ ARGS = Namespace(
     outer_rate=1.0,
     outer_momentum=0.0,
     round=32,
-    moments=False,
     averaging="mean",
     clip=20.0,
     liar=1.0,
@@ -86,15 +85,6 @@ def test_a_late_peer_has_new_moments_and_a_rate_that_rises_unless_told_otherwise
 
     assert rates() == [[0.25, 1], [0.75, 1], [1, 1]]
     assert rates(late_rate="full") == [[1, 1]] * 3
-
-
-def test_averaged_moments_are_equal_and_lie_between_what_they_were():
-    swarm = after(1)
-    first, second = (list(one.state.values()) for one in swarm._optimizers)
-    first[0]["exp_avg"].fill_(1.0)
-    second[0]["exp_avg"].fill_(3.0)
-    simulated_swarm.average_moments(swarm._optimizers)
-    assert first[0]["exp_avg"].unique().tolist() == second[0]["exp_avg"].unique().tolist() == [2.0]
 
 
 @pytest.mark.parametrize(
