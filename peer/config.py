@@ -215,7 +215,7 @@ class PeerConfig:
         "A checkpoint's folder, 'latest', or 'none'. auto: in a swarm this peer's own latest of the same run, alone none.",
         aliases=("resume",),
     )
-    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-STEP every N global steps; 0: at the end only.", lt=2**40)
+    save_steps: int = option(0, "Write the result so far to OUTPUT_DIR/model-steps-STEP (learned_embeds-steps-STEP of a new word) every N global steps; 0: at the end only.", lt=2**40)
     save_as_full_pipeline: bool = option(False, "Of a new word: also write the whole pipeline with it.")
     safe_serialization: bool = option(
         True, "Of a new word: write .safetensors; --no_safe_serialization: torch's own format, learned_embeds.bin."

@@ -1,6 +1,6 @@
 """`dd-peer --purge`: delete what a peer stored on this machine, after saying what and how much. What it did not write, it does not touch, and names.
 
-Results are the volunteer's: `model`, `model-steps-N` and drawn pictures stay unless `--purge all`.
+Results are the volunteer's: `model`, `model-steps-STEP` and drawn pictures stay unless `--purge all`.
 """
 
 import fcntl
