@@ -1,4 +1,4 @@
-"""Digests: BLAKE3, in hex, of bytes, of canonical JSON, and of a base model's weights."""
+"""Digests: BLAKE3, in hex, of bytes, of files, of canonical JSON, and of a base model's weights."""
 
 import json
 import struct
@@ -15,10 +15,18 @@ ELDER_CHARACTERS = 12
 since it counts as an ancestor."""
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+_PIECE_BYTES = 4 << 20
 
 
 def digest_bytes(data: bytes | memoryview) -> str:
     return blake3(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    hasher = blake3()
+    with path.open("rb") as file:
+        _hash_rest(file, hasher)
+    return hasher.hexdigest()
 
 
 def seed_of(*what: object) -> int:
@@ -96,8 +104,12 @@ def _weights(part: Path) -> list[Path]:
 def _hash_safetensors(path: Path, hasher: Any) -> None:
     with path.open("rb") as file:
         hasher.update(canonical_json(_read_header(path, file)))
-        for piece in iter(lambda: file.read(16 << 20), b""):
-            hasher.update(piece)
+        _hash_rest(file, hasher)
+
+
+def _hash_rest(file: BinaryIO, hasher: Any) -> None:
+    while piece := file.read(_PIECE_BYTES):
+        hasher.update(piece)
 
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:

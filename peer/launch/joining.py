@@ -85,7 +85,7 @@ def _from_server(peer: PeerConfig, given: Mapping[str, Any], ask_server: Callabl
     """None when there is no run at the server, and this peer may found it."""
     answer = ask_server(peer.datasetserver, run_id=peer.run_id)
     if answer:
-        return _joined(peer, given, answer)
+        return joined(peer, given, answer)
     if peer.found and not peer.run_id:
         return None
     found_it = "Found it without --run_id, which names a run that exists." if peer.found else "Wait for its host, or found it: add --found --model MODEL."
@@ -111,12 +111,12 @@ def _founded_at_server(
     run = _run_of(peer, given, complete)
     if peer.dry_run:  # looks, and founds nothing
         return Joined(run, peer.datasetserver, peer.peers)
-    joined = _joined(peer, given, found_at_server(peer.datasetserver, run))
-    log.info("the run at %s is '%s' (%s)", peer.datasetserver, joined.run.run_name, joined.run.run_id)
-    return joined
+    found = joined(peer, given, found_at_server(peer.datasetserver, run))
+    log.info("the run at %s is '%s' (%s)", peer.datasetserver, found.run.run_name, found.run.run_id)
+    return found
 
 
-def _joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
+def joined(peer: PeerConfig, given: Mapping[str, Any], answer: Any) -> Joined:
     """What a server answered, once it is known that `given` agrees with it."""
     run = RunConfig.from_mapping(answer.run, where=peer.datasetserver)
     run.refuse_differences(of_joiner(given, peer, run))

@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarm.digest import digest_json
+from swarm.digest import digest_file, digest_json
 from swarm.errors import ExitCode, UserError, system_number
 from swarm.files import flush
 from swarm.run_config import RunConfig
@@ -64,7 +63,7 @@ class Checkpoints:
             _check_room(folder, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()))
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(json.dumps(tree), encoding="utf-8")
-            files = {name: _digest(folder / name) for name in ("tensors.safetensors", "state.json")}
+            files = {name: digest_file(folder / name) for name in ("tensors.safetensors", "state.json")}
             manifest = {"about": dict(about), "of": self._of, "files": files}
             (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": digest_json(manifest)}), encoding="utf-8")
         for path in paths[: max(0, len(paths) + 1 - self._keep)]:
@@ -148,7 +147,7 @@ def read(path: Path) -> dict[str, Any]:
     """The state saved at `path`, every byte verified; tensors on the CPU. Raises Damaged."""
     for name, digest in _manifest(path)["files"].items():
         try:
-            if _digest(path / name) != digest:
+            if digest_file(path / name) != digest:
                 raise Damaged(f"{name} is not what was written")
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from error
@@ -211,14 +210,6 @@ def _number(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     assert found
     return int(found[1])
-
-
-def _digest(path: Path) -> str:
-    hasher = blake3()
-    with path.open("rb") as file:
-        for piece in iter(lambda: file.read(16 << 20), b""):
-            hasher.update(piece)
-    return hasher.hexdigest()
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.config import PeerConfig
-from peer.launch.joining import Joined
+from peer.launch.joining import Joined, joined
 from peer.launch.lengths import of_joiner
 from peer.launch.resolving import known_hosts, token_for
 from peer.rooms import load_part
@@ -123,7 +123,8 @@ class Machine:
             raise UserError(
                 "The peers given answer, but none of them is in a run.", fix="Ask the host for its server's URL.", code=ExitCode.NETWORK
             )
-        run = self._agreed(found.run)
+        run = found.run
+        run.refuse_differences(of_joiner(self.given, self.peer, run))
         self.joined = Joined(run, found.server_url, self.peer.peers, found.head, extension=found.extension)
         end = End(run, known_hosts(self.peer).key_of(run.run_id), found.extension)
         return self._about(run, (found.head or {}).get("samples", 0), end.total)
@@ -131,16 +132,9 @@ class Machine:
     def _run_of_server(self) -> Answer | str:
         if self.answer is None:
             raise UserError(f"{self.url} has no run yet.", fix="Ask the host to start it, then check again.", code=ExitCode.NETWORK)
-        run = self._agreed(RunConfig.from_mapping(self.answer.run, where=self.url))
-        head, extension = self.answer.head, self.answer.extension
-        maddrs = tuple(dict.fromkeys([*self.peer.peers, *self.answer.initial_peers]))
-        self.joined = Joined(run, self.url, maddrs, head and {"digest": head.digest, "samples": head.samples})
+        self.joined = joined(self.peer, self.given, self.answer)
+        run, head, extension = self.joined.run, self.answer.head, self.answer.extension
         return self._about(run, head.samples if head else 0, extension.total_samples if extension else run.total_samples)
-
-    def _agreed(self, run: RunConfig) -> RunConfig:
-        """Raises UserError when this machine was told otherwise of it."""
-        run.refuse_differences(of_joiner(self.given, self.peer, run))
-        return run
 
     def _about(self, run: RunConfig, samples: int, total: int) -> Answer | str:
         if 0 < total <= samples:

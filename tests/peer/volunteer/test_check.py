@@ -35,6 +35,7 @@ from peer.volunteer.check.report import FAIL, NOTE, OK, SKIP, Answer, Item, NotA
 from peer.volunteer.check.speed import _readable, measure_step
 from swarm.errors import STOPPED_AT_ONCE, ExitCode, UserError, run_program
 from swarm.protocol import ErrorBody
+from swarm.records import HostWord
 from swarm.run_config import RunConfig
 from tests.datasetserver.hosting import Host
 
@@ -119,6 +120,14 @@ def test_a_run_that_this_machine_was_told_otherwise_of_or_that_is_over(machine):
     asked(empty, "server")
     empty.answer = None
     fails("run", asked(empty, "run"), ExitCode.NETWORK, "no run yet")
+
+
+def test_the_visit_of_a_run_has_its_hosts_key_and_knows_whom_the_host_bans(tmp_path):
+    here, word = Machine(PeerConfig(datasetserver="http://host"), {}, tmp_path), HostWord(about="somebody", at=1, banned=True, reason="", signature="x")
+    here.answered, run = True, RunConfig(model="m", model_digest="ab" * 32).to_mapping()
+    here.answer = SimpleNamespace(run=run, head=None, initial_peers=[NOBODY], host_key="the host's", extension=None, bans=[word])
+    assert asked(here, "run").mark == OK
+    assert (here.joined.host_key, here.joined.bans, here.joined.initial_peers) == ("the host's", (word,), (NOBODY,))
 
 
 def test_a_model_with_other_weights_or_none(machine, tiny_family, tmp_path):
