@@ -28,18 +28,20 @@ if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.pare
 import diffusers
 import torch
 import transformers
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cards import EXAMPLES, RANK, ROWS, TABLE, Counted, Row, row_of, write_table
 from benchmarks.common import ROOT, argument_parser, print_result, print_table
 from peer.contracts import LatentBatch, Model, Params
 from peer.loop.rounding import keep_in_bf16
-from peer.machine.counting import Need, bytes_of, count, count_encoding, flow_through, let_go
+from peer.machine.counting import away, bytes_of, count_held, count_step, flow_through, ids, let_go
 from peer.machine.needs import CAPTION
+from peer.machine.swap import spread
 from peer.rooms import load_part
 from peer.sync.engine.memory import available_bytes
 from swarm.errors import ExitCode, UserError, run_program
-from swarm.run.optimizer import OPTIMIZERS
+from swarm.run.optimizer import OPTIMIZERS, LocalOptimizer
 from swarm.run_config import RunConfig
 from tests import tiny
 
@@ -216,6 +218,51 @@ def batch_of(latents: Sequence[int], text: Mapping[str, Sequence[int]], count: i
     """latents, text: as `flowing` tells them."""
     told = {name: torch.ones(count, *shape, device=device) for name, shape in text.items()}
     return LatentBatch(torch.zeros(count, *latents, device=device), told, torch.zeros(count, 6, dtype=torch.int64, device=device))
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of the device's memory."""
+
+    parts: Mapping[str, int]
+    """What is not trained, by the model's part, buffers included."""
+    trained: int
+    optimizer: int
+    """Its state."""
+    step: int
+    """Gradients and what flows through the layers, at the moment when both together are most."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values()) + self.trained + self.optimizer + self.step
+
+
+def count(
+    model: Model,
+    params: Params,
+    batch: LatentBatch,
+    optimizer: LocalOptimizer,
+    *,
+    dtype: torch.dtype | None = None,
+    on_gpu: bool = True,
+    micro_batches: int = 1,
+    fused: bool = False,
+    swapped: int = 0,
+) -> Need:
+    """What a step of `model`, placed and with its method attached, takes; its weights may be on the meta device.
+
+    swapped: blocks that wait elsewhere (--blocks_to_swap). For all else see `count_held` and `count_step`.
+    """
+    parts, trained, states = count_held(model, params, optimizer)
+    if swapped:
+        parts[model.facts.denoiser] -= away(spread(model, swapped), but=ids(params))
+    step = count_step(model, batch, dtype=dtype, on_gpu=on_gpu, micro_batches=micro_batches, fused=fused)
+    return Need(parts, trained, states, step)
+
+
+def count_encoding(model: Model, pixels: Tensor, *, dtype: torch.dtype | None = None, on_gpu: bool = True) -> int:
+    """The most bytes that flow through the VAE of `model` while it encodes (B, 3, H, W) `pixels`."""
+    return flow_through(model, lambda shape: model.encode_pixels(shape(pixels)), dtype=dtype, on_gpu=on_gpu)[0]
 
 
 def without_numbers(size: str) -> Any:

@@ -33,13 +33,14 @@ import psutil
 
 from benchmarks.common import ROOT, argument_parser, family, heed_sigterm, held, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
-from peer.rooms import load_part, parts
+from peer.rooms import load_part
 from peer.sync.engine.buffers import DISK, MEMORY
 from peer.sync.engine.codec import WIRES, Wire
 from peer.sync.engine.memory import SIDECAR_BYTES, host_bytes
 from peer.sync.engine.vectors import Schema
 from swarm.advice import size
 from swarm.errors import UserError, run_program
+from swarm.run.strategy import strategies, swarms
 from swarm.run_config import RunConfig
 
 _EXAMPLES = {"SD 1.5 UNet": 859_520_964, "with its text encoder": 982_581_252}
@@ -194,9 +195,7 @@ def table() -> str:
     """docs/hardware.md's table, in Markdown."""
     head = ["`--sync`", "`--wire`", "bytes per parameter", *_EXAMPLES]
     lines = [head, ["---"] * len(head)]
-    for name in parts("sync"):
-        if name == "none":
-            continue
+    for name in filter(swarms, strategies()):
         strategy = load_part("sync", name).strategy(RunConfig(model="", sync=name))
         for wire_name in WIRES:
             each = [sum(host_bytes(strategy, Wire(wire_name, count)).values()) for count in _EXAMPLES.values()]

@@ -297,44 +297,35 @@ class PeerConfig:
             raise UserError(
                 f"--weights bf16 does not work with --mixed_precision {self.mixed_precision}.", fix="Use --mixed_precision bf16."
             )
-        self._check_base()
-        self._check_fused()
-        self._check_offload()
+        self._check_making_room()
         self._check_swap()
+        self._check_fused()
+        if self.base_precision != "auto" and self.save_as_full_pipeline:
+            raise UserError(
+                "save_as_full_pipeline writes the whole model, whose weights --base_precision has rounded.", fix="Remove one of them."
+            )
         if self.compile and self.ipex:
             raise UserError("--compile and --ipex cannot be combined: each replaces the code that computes.", fix="Remove one of them.")
 
-    def _check_offload(self) -> None:
-        if not self.offload:
-            return
-        if self.device in ("cpu", "xla"):
-            raise UserError(f"offload makes room on a GPU, and --device is {self.device}.", fix="Remove --offload.")
-        if self.compile or self.ipex:
-            raise UserError(f"--offload was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
+    def _check_making_room(self) -> None:
+        swaps = self.blocks_to_swap != 0
+        for name, given in (("offload", self.offload), ("blocks_to_swap", swaps)):
+            if given and self.device in ("cpu", "xla"):
+                raise UserError(f"{name} makes room on a GPU, and --device is {self.device}.", fix=f"Remove --{name}.")
+        faster = "compile" if self.compile else "ipex" if self.ipex else ""
+        untried = {
+            f"base_precision {self.base_precision}": self.base_precision != "auto", "fused_step": self.fused_step,
+            "offload": self.offload, "blocks_to_swap": swaps,
+        }  # fmt: skip
+        for name, given in untried.items():
+            if given and faster:
+                raise UserError(f"--{name} was not tried with --{faster}.", fix="Remove one of them.")
 
     def _check_swap(self) -> None:
         if self.swap_to == "disk" and self.blocks_to_swap == 0 and self.fit == "none":
             raise UserError("swap_to says where blocks wait, and none is swapped.", fix="Add --blocks_to_swap, or remove --swap_to disk.")
-        if self.blocks_to_swap == 0:
-            return
-        if self.device in ("cpu", "xla"):
-            raise UserError(f"blocks_to_swap makes room on a GPU, and --device is {self.device}.", fix="Remove --blocks_to_swap.")
-        if self.assist:
+        if self.blocks_to_swap != 0 and self.assist:
             raise UserError("blocks_to_swap is for training, and --assist trains nothing.", fix="Remove it; --offload makes room for its pictures.")
-        if self.compile or self.ipex:
-            raise UserError(f"--blocks_to_swap was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
-
-    def _check_base(self) -> None:
-        if self.base_precision == "auto":
-            return
-        if self.compile or self.ipex:
-            raise UserError(
-                f"--base_precision {self.base_precision} was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them."
-            )
-        if self.save_as_full_pipeline:
-            raise UserError(
-                "save_as_full_pipeline writes the whole model, whose weights --base_precision has rounded.", fix="Remove one of them."
-            )
 
     def _check_fused(self) -> None:
         if self.fused_step and self.gradient_accumulation_steps > 1:
@@ -342,8 +333,6 @@ class PeerConfig:
                 f"--fused_step keeps no gradient, and gradient_accumulation_steps is {self.gradient_accumulation_steps}.",
                 fix="Remove one of them; in a swarm, a round adds up --target_batch_size samples.",
             )
-        if self.fused_step and (self.compile or self.ipex):
-            raise UserError(f"--fused_step was not tried with --{'compile' if self.compile else 'ipex'}.", fix="Remove one of them.")
 
     def _check_shown(self) -> None:
         if len(self.peer_name) > MAX_NAME or not self.peer_name.isprintable():

@@ -361,10 +361,6 @@ class SourceContext:
 class LeaseLost(Exception):
     """Other peers may train these samples: the contribution that holds them must not be offered, and its work is to be dropped."""
 
-    def __init__(self, number: int, reason: str):
-        super().__init__(f"contribution {number} was refused: {reason}")
-        self.number = number
-
 
 class Source(Protocol):
     """Where samples come from. A module of peer/data offers `build(context: SourceContext) -> Source`."""

@@ -1,8 +1,16 @@
-"""Walks over the syntax trees of our sources. Several tests of rules read them all."""
+"""Our sources as several tests of rules read them: walks over their syntax trees, and the modules of a room."""
 
 import ast
 import gc
+import importlib
+import pkgutil
 from collections.abc import Iterator
+
+
+def parts(room: str) -> list[str]:
+    """Names that may be chosen in `peer/<room>`: its modules, sub-packages left out."""
+    package = importlib.import_module(f"peer.{room}")
+    return sorted(info.name for info in pkgutil.iter_modules(package.__path__) if not info.ispkg)
 
 
 def tree_of(source: str) -> ast.Module:

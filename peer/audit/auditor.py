@@ -7,7 +7,6 @@ import asyncio
 import logging
 import math
 import random
-import signal
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,7 +16,7 @@ from peer.audit.orders import Losses, Order, read_answer
 from peer.audit.tally import Tally
 from peer.config import PeerConfig
 from peer.contracts import Member
-from peer.drawing.errand import HOPELESS, MEMORY_SHARE, Errand, begin, end
+from peer.drawing.errand import HOPELESS, MEMORY_SHARE, Errand, begin, end, ending
 from peer.launch.joining import Joined
 from peer.sync.engine.memory import available_bytes
 from peer.sync.engine.outer import load_strategy
@@ -137,14 +136,11 @@ class Auditor:
 
     async def _failed(self, round: int, process: asyncio.subprocess.Process | None, error: Exception) -> None:
         """The process is gone; the next order has a new one, unless that is of no use."""
-        if isinstance(error, EOFError | ConnectionError) and process is not None:
-            status = await process.wait()
-            self._ended = status in HOPELESS
-            if status < 0:
-                name = signal.Signals(-status).name
-                log.warning("no audit of round=%d: %s ended the process that measures; often memory was short", round, name)
-        else:
-            log.warning("no audit of round=%d: %s", round, str(error) or f"it was not measured within {_LONGEST_SECONDS:.0f} s")
+        gone = isinstance(error, EOFError | ConnectionError) and process is not None
+        how = await process.wait() if gone else error
+        self._ended = how in HOPELESS
+        if why := ending(how, "measures", f"it was not measured within {_LONGEST_SECONDS:.0f} s"):
+            log.warning("no audit of round=%d: %s", round, why)
         if process is not None:
             await end(process)
 

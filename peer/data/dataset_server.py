@@ -155,7 +155,7 @@ class DatasetServer:
         try:
             receipt = self._outbox.answered(letter, patience)
         except Refusal as refusal:
-            raise LeaseLost(number, str(refusal)) from None
+            raise LeaseLost(str(refusal)) from None
         if receipt is None:
             log.warning("the dataset server is away; contribution %d of %d samples will be registered later", number, len(keys))
         return receipt or ""

@@ -8,7 +8,6 @@ import asyncio
 import dataclasses
 import logging
 import re
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from peer.config import PeerConfig
-from peer.drawing.errand import HOPELESS, MEMORY_SHARE, Errand, begin, end
+from peer.drawing.errand import HOPELESS, MEMORY_SHARE, Errand, begin, end, ending
 from peer.launch.joining import Joined
 from peer.sync.engine.memory import available_bytes
 
@@ -82,14 +81,12 @@ class Artist:
             memory_bytes=MEMORY_SHARE * available_bytes(),
         )
         try:
-            status = await self._told(order.to_json())
+            how = await self._told(order.to_json())
         except (OSError, asyncio.TimeoutError) as error:
-            log.warning("no pictures of round %d: %s", order.round, str(error) or f"they were not drawn within {_LONGEST_SECONDS:.0f} s")
-            return True
-        if status < 0:
-            name = signal.Signals(-status).name
-            log.warning("no pictures of round %d: %s ended the process that draws; often memory was short", order.round, name)
-        return status not in HOPELESS
+            how = error
+        if why := ending(how, "draws", f"they were not drawn within {_LONGEST_SECONDS:.0f} s"):
+            log.warning("no pictures of round %d: %s", order.round, why)
+        return how not in HOPELESS
 
     async def _told(self, order: bytes) -> int:
         """The exit status of the process that drew it. Raises OSError, TimeoutError."""

@@ -57,17 +57,11 @@ class Work:
     ways: Mapping[str, str]
     """As in `swarm.memory_advice`."""
 
-    def out_of_memory(self, errand: Errand) -> UserError:
-        return UserError(
-            f"{self.doing} takes more than {size(errand.memory_bytes)}, half of the memory that is free here.",
-            fix=memory_advice(self.ways, {"offload"}), code=ExitCode.MEMORY,
-        )  # fmt: skip
-
-    def out_of_gpu_memory(self, errand: Errand) -> UserError:
-        return UserError(
-            f"{self.doing} takes more memory than {errand.peer.device} has free.",
-            fix=memory_advice(self.ways, {"offload"} if errand.peer.offload else ()), code=ExitCode.MEMORY,
-        )  # fmt: skip
+    def out_of_memory(self, errand: Errand, *, on_gpu: bool = False) -> UserError:
+        bound = f"{size(errand.memory_bytes)}, half of the memory that is free here"
+        than = f"more memory than {errand.peer.device} has free" if on_gpu else f"more than {bound}"
+        useless = {"offload"} if errand.peer.offload or not on_gpu else ()
+        return UserError(f"{self.doing} takes {than}.", fix=memory_advice(self.ways, useless), code=ExitCode.MEMORY)
 
     def attempt(self, errand: Errand, do: Callable[[], None], said: Callable[[UserError, bool], None]) -> int:
         """Do it; what goes wrong is `said`, with whether trying again is of no use, and becomes the exit status."""
@@ -83,7 +77,7 @@ class Work:
             if problem is None:
                 raise
             if problem.code == ExitCode.MEMORY:  # torch's own error is a GPU's alone
-                problem = (self.out_of_gpu_memory if type(error).__name__ == "OutOfMemoryError" else self.out_of_memory)(errand)
+                problem = self.out_of_memory(errand, on_gpu=type(error).__name__ == "OutOfMemoryError")
         said(problem, problem.code in HOPELESS)
         return problem.code
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,6 +56,16 @@ async def begin(command: tuple[str, ...], stdout: int = _STDERR) -> asyncio.subp
         stdout=stdout,
         env=child.environment(),
     )
+
+
+def ending(how: int | Exception, does: str, late: str) -> str:
+    """In words, why the process that `does` something ended: by its exit status, or by the error of who waited for it, `late` for a TimeoutError.
+
+    '' where it has told of it by itself.
+    """
+    if isinstance(how, Exception):
+        return str(how) or late
+    return f"{signal.Signals(-how).name} ended the process that {does}; often memory was short" if how < 0 else ""
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

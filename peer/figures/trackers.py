@@ -6,15 +6,9 @@ accelerate's trackers are not used: they log through accelerate's own state of t
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swarm.errors import UserError
-
-
-class Tracker(Protocol):
-    def log(self, step: int, values: Mapping[str, Any]) -> None: ...
-    def picture(self, step: int, name: str, picture: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 class Tensorboard:
@@ -71,7 +65,7 @@ class Trackers:
 
     def __init__(self, report_to: str, folder: Path, project: str, settings: Mapping[str, Any]):
         """settings: of the run, to be shown beside it. Raises UserError when a library that was asked for is missing."""
-        self._trackers: list[Tracker] = [_KINDS[name](folder, project, settings) for name in wanted(report_to)]
+        self._trackers = [_KINDS[name](folder, project, settings) for name in wanted(report_to)]
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         for tracker in self._trackers:

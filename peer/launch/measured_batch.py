@@ -105,20 +105,11 @@ def _measure(
 
 def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any], most: int) -> None:
     """In the process: tell of each size that fits, or of the error that ends it."""
-    from peer.launch.launch import Launch
-    from peer.learner import build_learner
-
     os.environ.pop(FOLDER, None)  # who supervises the trainer has nothing to hear of this
-    rank = Rank()
     try:
-        with circumstances(), ExitStack() as closing:
-            device = choose_device(peer.device, rank)
-            set_threads(peer.num_threads, rank)
-            launch = Launch(
-                joined=joined, peer=to_try(peer, device), given=given, group=RankGroup(rank, device), device=device,
-                stopping=lambda: False, closing=closing,
-            )  # fmt: skip
-            learner, _ = build_learner(launch, "measuring")
+        with circumstances():
+            device = choose_device(peer.device, Rank())
+            learner = trial_learner(peer, joined, given, device)
             memory = largest_batch.CardMemory(device) if device.type == "cuda" else largest_batch.HostMemory(free_bytes(peer, joined.run, learner.params))
             largest_batch.try_sizes(learner, joined.run, peer, memory, most, tell.send)
     except UserError as error:
@@ -126,6 +117,21 @@ def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any],
     except Exception as error:  # else it would be taken for a want of memory
         tell.send({"message": f"Measuring the micro-batch failed: {error!r}.", "fix": "Give a number for --train_batch_size.", "code": ExitCode.FAILED})
         raise
+
+
+def trial_learner(peer: PeerConfig, joined: Joined, given: Mapping[str, Any], device: torch.device) -> Any:
+    """A learner whose steps are only tried. Raises UserError as `build_learner` does."""
+    from peer.launch.launch import Launch
+    from peer.learner import build_learner
+
+    rank = Rank()
+    set_threads(peer.num_threads, rank)
+    with ExitStack() as closing:
+        launch = Launch(
+            joined=joined, peer=to_try(peer, device), given=given, group=RankGroup(rank, device), device=device,
+            stopping=lambda: False, closing=closing,
+        )  # fmt: skip
+        return build_learner(launch, "trial")[0]
 
 
 def free_bytes(peer: PeerConfig, run: RunConfig, params: Params) -> float:

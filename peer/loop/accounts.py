@@ -51,7 +51,7 @@ class Accounts:
         try:
             return self._source.register(number, self._contributions[number])
         except LeaseLost as loss:
-            log.warning("withdrawing contribution=%d because %s", number, loss)
+            log.warning("withdrawing contribution=%d because it was refused: %s", number, loss)
             self.lost(self._take(number))
             return None
 

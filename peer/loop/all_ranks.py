@@ -74,7 +74,3 @@ class RankedSync:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> SyncReport:
         return self._mirror(lambda: self._inner.load_state_dict(state))
-
-    def close(self) -> None:
-        if self._inner:
-            self._inner.close()

@@ -1,6 +1,6 @@
 """The learning rate as a function of the swarm's committed samples, never of local steps: peers differ in speed."""
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
@@ -8,11 +8,7 @@ from swarm.founding import check_schedule
 from swarm.run_config import RunConfig
 
 
-class Schedule(Protocol):
-    def __call__(self, samples: int, begun: int = 0) -> float: ...
-
-
-def build_schedule(run: RunConfig) -> Schedule:
+def build_schedule(run: RunConfig) -> Callable[..., float]:
     """Maps samples in the committed state to the learning rate of the round that is being trained now.
 
     The schedule is read at the middle of that round: at its start a warm-up would waste the first round with a rate of 0,

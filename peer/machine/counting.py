@@ -6,9 +6,9 @@ CUDA's own context (some 0.5 GB).
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from peer.contracts import LatentBatch, Model, Params
 from peer.machine.hollow import computed, hollow, storage_of
-from peer.machine.swap import spread
 from swarm.run.optimizer import LocalOptimizer
 
 HELD_BYTES = 0.7e9
@@ -27,46 +26,6 @@ HELD_BYTES = 0.7e9
 (benchmarks/records/log.md, "A first GPU")."""
 Shape = Callable[[Tensor | None], Tensor | None]
 """Makes a tensor without numbers, of the same shape and format; of None, None."""
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of the device's memory."""
-
-    parts: Mapping[str, int]
-    """What is not trained, by the model's part, buffers included."""
-    trained: int
-    optimizer: int
-    """Its state."""
-    step: int
-    """Gradients and what flows through the layers, at the moment when both together are most."""
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values()) + self.trained + self.optimizer + self.step
-
-
-def count(
-    model: Model,
-    params: Params,
-    batch: LatentBatch,
-    optimizer: LocalOptimizer,
-    *,
-    dtype: torch.dtype | None = None,
-    on_gpu: bool = True,
-    micro_batches: int = 1,
-    fused: bool = False,
-    swapped: int = 0,
-) -> Need:
-    """What a step of `model`, placed and with its method attached, takes; its weights may be on the meta device.
-
-    swapped: blocks that wait elsewhere (--blocks_to_swap). For all else see `count_held` and `count_step`.
-    """
-    parts, trained, states = count_held(model, params, optimizer)
-    if swapped:
-        parts[model.facts.denoiser] -= away(spread(model, swapped), but=ids(params))
-    step = count_step(model, batch, dtype=dtype, on_gpu=on_gpu, micro_batches=micro_batches, fused=fused)
-    return Need(parts, trained, states, step)
 
 
 def count_held(model: Model, params: Params, optimizer: LocalOptimizer) -> tuple[dict[str, int], int, int]:
@@ -107,12 +66,6 @@ def count_step(
             losses.sum().backward()
             del losses, text
     return live.peak
-
-
-@torch.no_grad()
-def count_encoding(model: Model, pixels: Tensor, *, dtype: torch.dtype | None = None, on_gpu: bool = True) -> int:
-    """The most bytes that flow through the VAE of `model` while it encodes (B, 3, H, W) `pixels`."""
-    return flow_through(model, lambda shape: model.encode_pixels(shape(pixels)), dtype=dtype, on_gpu=on_gpu)[0]
 
 
 @torch.no_grad()

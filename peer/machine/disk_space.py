@@ -19,18 +19,18 @@ SPARE_BYTES = 64 << 20
 
 def check_disk(folder: Path, peer: PeerConfig, parameters: int, optimizer: str = AUTO) -> None:
     """Warn where the disk will be full before the end. Raises UserError where not even the least fits. parameters: how many are trained."""
-    there = len(Checkpoints(folder, peer.checkpoints_total_limit).paths())
-    kept = {
-        "checkpoints": peer.checkpoints_total_limit,
-        "there": there,
-        "average": peer.use_ema,
-        "swarming": peer.swarming,
-        "on_disk": peer.swarming and peer.state_on == "disk",
-        "optimizer": optimizer,
-    }
-    fits, told = check_space(folder, needed_bytes(4 * parameters, **kept))
+    fits, told = check_space(folder, needed_by(peer, folder, 4 * parameters, optimizer))
     if not fits:
         log.warning("%s", told)
+
+
+def needed_by(peer: PeerConfig, folder: Path, trained: int, optimizer: str = AUTO) -> dict[str, float]:
+    """`needed_bytes` of this peer in its output folder."""
+    checkpoints = peer.checkpoints_total_limit
+    return needed_bytes(
+        trained, checkpoints=checkpoints, there=len(Checkpoints(folder, checkpoints).paths()), average=peer.use_ema,
+        swarming=peer.swarming, optimizer=optimizer, on_disk=peer.swarming and peer.state_on == "disk",
+    )  # fmt: skip
 
 
 def needed_bytes(

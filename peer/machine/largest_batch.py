@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,16 +32,6 @@ CARD_SHARE, HOST_SHARE = 0.95, 0.8
 """Of a GPU's memory, all programs together; and of what was free of the host's, which a desktop wants, too."""
 
 
-class Memory(Protocol):
-    def allows(self, count: int) -> bool:
-        """Whether a step of `count` samples may be tried."""
-        ...
-
-    def holds(self, count: int) -> bool:
-        """Whether the step of `count` samples, which was just made, left enough free."""
-        ...
-
-
 class CardMemory:
     """A GPU's: a step that does not fit is answered by an error, so each may be tried."""
 
@@ -49,11 +39,13 @@ class CardMemory:
         self._device, self._info = device, info
 
     def allows(self, count: int) -> bool:
+        """Whether a step of `count` samples may be tried."""
         gc.collect()
         torch.cuda.empty_cache()
         return True
 
     def holds(self, count: int) -> bool:
+        """Whether the step of `count` samples, which was just made, left enough free."""
         torch.cuda.synchronize(self._device)
         free, total = self._info(self._device)  # the allocator keeps what the step took at most
         return total - free <= CARD_SHARE * total
@@ -98,7 +90,7 @@ def try_sizes(
     learner: Any,
     run: RunConfig,
     peer: PeerConfig,
-    memory: Memory,
+    memory: CardMemory | HostMemory,
     most: int,
     report: Callable[[int], None],
     clock: Callable[[], float] = time.monotonic,

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,53 +13,36 @@ from peer.contracts import LatentBatch, Model, Params, PixelBatch
 Encode = Callable[[PixelBatch, torch.Generator], LatentBatch]
 
 
-class Placing(Protocol):
-    lazy: torch.device | None
+class Placing:
+    """On a CPU or one GPU, which computes what it is asked for at once."""
+
+    lazy: torch.device | None = None
     """The device, where it compiles a program for every new shape."""
-
-    def whole(self, batch: PixelBatch) -> PixelBatch:
-        """The batch as it is trained, its pixels where they are."""
-        ...
-
-    def pixels(self, batch: PixelBatch) -> PixelBatch:
-        """The batch as it is trained, its pixels on their way to the device."""
-        ...
-
-    def latents(self, encode: Encode) -> Encode:
-        """`encode`, its answers where they are trained."""
-        ...
-
-    def boundary(self) -> None:
-        """Have all computed that was asked for so far."""
-        ...
-
-
-class Direct:
-    """A CPU or one GPU, which computes what it is asked for at once."""
-
-    lazy = None
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def whole(self, batch: PixelBatch) -> PixelBatch:
+        """The batch as it is trained, its pixels where they are."""
         return batch
 
     def pixels(self, batch: PixelBatch) -> PixelBatch:
+        """The batch as it is trained, its pixels on their way to the device."""
         if self._device.type != "cuda" or batch.pixels is None:
             return batch
         return dataclasses.replace(batch, pixels=batch.pixels.pin_memory().to(self._device, non_blocking=True))
 
     def latents(self, encode: Encode) -> Encode:
+        """`encode`, its answers where they are trained."""
         return encode
 
     def boundary(self) -> None:
-        pass
+        """Have all computed that was asked for so far."""
 
 
 def placing(device: torch.device, rows: int) -> Placing:
     """rows: of a whole batch."""
-    return importlib.import_module("peer.machine.xla").Spread(device, rows) if device.type == "xla" else Direct(device)
+    return importlib.import_module("peer.machine.xla").Spread(device, rows) if device.type == "xla" else Placing(device)
 
 
 @contextmanager

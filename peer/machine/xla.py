@@ -19,7 +19,7 @@ from torch import Tensor
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch, PixelBatch
 from peer.launch.launcher import Rank
-from peer.machine.placing import Encode
+from peer.machine.placing import Encode, Placing
 from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -85,8 +85,8 @@ def hardware() -> str:
     return f"{num_devices()} x {_torch_xla('runtime').device_type()} by XLA"
 
 
-class Spread:
-    """A `Placing` that fills batches up to `rows`, or the next number that all devices share evenly, and spreads them."""
+class Spread(Placing):
+    """Fills batches up to `rows`, or the next number that all devices share evenly, and spreads them."""
 
     def __init__(self, device: torch.device, rows: int):
         count, self.lazy = num_devices(), device

@@ -21,7 +21,7 @@ from peer.launch.resolving import resolve_run
 from peer.launch.stopping import Stop
 from peer.learner import Learner
 from peer.machine.device import Precision, Rank, RankGroup
-from peer.machine.placing import Direct
+from peer.machine.placing import Placing
 from peer.wiring import admitted, build_source, build_trainer, peer_id
 from swarm.errors import run_program
 from swarm.logs import setup_logging
@@ -74,7 +74,7 @@ def sleeper(sample_seconds: float) -> Learner:
     optimizer = torch.optim.SGD(params.values(), lr=1.0)
     cpu = torch.device("cpu")
     precision = Precision(cpu, None, scaled=False, reason="it only sleeps")
-    return Learner(model=model, encode=model.encode, params=params, optimizer=optimizer, precision=precision, place=Direct(cpu))
+    return Learner(model=model, encode=model.encode, params=params, optimizer=optimizer, precision=precision, place=Placing(cpu))
 
 
 if __name__ == "__main__":

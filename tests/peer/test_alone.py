@@ -600,7 +600,7 @@ def test_a_contribution_whose_lease_was_lost_is_withdrawn_and_its_samples_are_gi
 
     def register(number, keys):
         if number == 1:
-            raise LeaseLost(number, "expired")
+            raise LeaseLost("expired")
         return ""
 
     source.register = register
@@ -616,7 +616,7 @@ def test_what_a_report_says_besides_a_contribution_that_is_refused_is_heard(star
     accounts._contributions, accounts._open = {1: ["a"]}, ["b"]
 
     def refuse(number, keys):
-        raise LeaseLost(number, "expired")
+        raise LeaseLost("expired")
 
     source.register = refuse
     trainer._take(SyncReport(frozen=2, final=(1,)))

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 
-from peer import rooms
 from peer.sync.engine.failpoints import FAILPOINTS
 from peer.sync.engine.net.link import measure_link
 from peer.sync.engine.net.streams import PeerLost, Streams
@@ -22,8 +21,9 @@ from simulation.records import SimNode
 from simulation.world import Scenario, World, play
 from swarm.bans import sign_word
 from swarm.members import sign_membership
+from tests.sources import parts
 
-STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
+STRATEGIES = [name for name in parts("sync") if name != "none"]
 
 
 def assert_holds(outcome):

@@ -11,12 +11,11 @@ from swarm.founding import check_family, check_founding
 from swarm.options import build
 from swarm.run_config import RunConfig
 from tests.conftest import ROOT
+from tests.sources import parts
 
 
 @pytest.mark.parametrize(("room", "names"), [("models", choices.FAMILIES), ("methods", choices.METHODS), ("sync", choices.SYNCS)])
 def test_the_names_are_those_of_the_modules(room, names):
-    from peer.rooms import parts
-
     assert parts(room) == sorted(names)
 
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from blake3 import blake3
-
 from swarm import files
+from swarm.digest import digest_file
 from swarm.errors import ExitCode, UserError
 from swarm.protocol import MAX_CAPTION_BYTES
 from swarm.tars import Member, members
@@ -40,7 +39,7 @@ class ShardCache:
         path = self._folder / f"{digest}.tar"
         if not path.exists():
             return None
-        if _digest_file(path) != digest:
+        if digest_file(path) != digest:
             log.warning("the cached shard %s is damaged; fetching it again", digest[:16])
             path.unlink(missing_ok=True)
             return None
@@ -58,7 +57,7 @@ class ShardCache:
     def admit(self, digest: str) -> Path | None:
         """Take over a completed part under its final name; None (and the part is deleted) when its bytes are not the shard's."""
         part = self.part(digest)
-        if _digest_file(part) != digest:
+        if digest_file(part) != digest:
             part.unlink(missing_ok=True)
             return None
         return part.replace(self._folder / f"{digest}.tar")
@@ -137,14 +136,6 @@ def _sample(file: BinaryIO, place: Mapping[str, Member]) -> Row:
 def _read(file: BinaryIO, member: Member) -> bytes:
     file.seek(member.offset)
     return file.read(member.size)
-
-
-def _digest_file(path: Path) -> str:
-    hasher = blake3()
-    with path.open("rb") as file:
-        while piece := file.read(4 << 20):
-            hasher.update(piece)
-    return hasher.hexdigest()
 
 
 def _disk_error(path: Path, error: OSError) -> UserError:

@@ -73,6 +73,13 @@ class Machine:
     def _token_of(self) -> str:
         return token_for(self.url, self.peer)
 
+    @cached_property
+    def _device(self) -> Any:
+        from peer.launch.launcher import Rank
+        from peer.machine.device import choose_device
+
+        return choose_device(self.peer.device, Rank())
+
     def run(self) -> RunConfig:
         if self.joined is None:
             raise NotAsked("the run is not known")
@@ -170,18 +177,14 @@ class Machine:
 
     def _disk(self) -> Answer | str:
         """Before the model is loaded, so by the size of its files: states, checkpoints and the result are at most as large as it is in fp32."""
-        from peer.machine.disk_space import check_space, needed_bytes
-        from peer.results.checkpoint import Checkpoints
+        from peer.machine.disk_space import check_space, needed_by
 
         peer, folder = self.peer, _existing(Path(self.peer.output_dir))
         if not _writable(folder):
             raise UserError(f"{folder} cannot be written in.", fix="Choose another --output_dir.", code=ExitCode.DISK)
         weights = _fp32_bytes(self.model) if self.model else 0
         trained = weights if self.joined is None or method_named(self.joined.run.method).whole else min(weights, 100_000_000)
-        checkpoints, optimizer = peer.checkpoints_total_limit, self.joined.run.optimizer if self.joined else AUTO
-        there = len(Checkpoints(Path(peer.output_dir), checkpoints).paths())
-        options = {"checkpoints": checkpoints, "there": there, "average": peer.use_ema, "optimizer": optimizer}
-        needed = needed_bytes(trained, swarming=True, on_disk=peer.state_on == "disk", **options)
+        needed = needed_by(peer, Path(peer.output_dir), trained, self.joined.run.optimizer if self.joined else AUTO)
         kinds = (not peer.own_data) + peer.cache_latents + peer.cache_text
         caches, apart = kinds * peer.cache_gib * 2**30, _existing(peer.cache_folder)
         if apart.stat().st_dev == folder.stat().st_dev:
@@ -208,7 +211,7 @@ class Machine:
         if self.model.is_dir():
             _check_alone(self._held_bytes(), available_bytes())
         self.say("loading the model ...")
-        learner = _learner(self)
+        learner = self._trial_learner()
         if not swarms(run.sync):
             self.learner = learner
             return f"the model is loaded; this run averages nothing{fitting}"
@@ -227,27 +230,31 @@ class Machine:
     def _fit(self) -> str:
         """What the run needs of the GPU's memory, counted before the model is loaded; the options of --fit auto are taken."""
         from peer.launch.fitted import checked
-        from peer.launch.launcher import Rank
-        from peer.machine.device import choose_device
 
-        device = choose_device(self.peer.device, Rank())
-        if device.type == "cuda" or self.peer.fits_itself:
+        if self._device.type == "cuda" or self.peer.fits_itself:
             self.say("counting what the run needs of the memory ...")
-        self.peer, told = checked(self.peer, self.joined, {**self.given, "model": str(self.model)}, device)
+        self.peer, told = checked(self.peer, self.joined, {**self.given, "model": str(self.model)}, self._device)
         return f"; on the GPU {told}" if told else ""
 
     def _held_bytes(self) -> int:
         """What a folder's weights take of the host's memory once they are placed; 0 on a GPU, which takes them one by one: `_fit` counts these."""
-        from peer.launch.launcher import Rank
         from peer.launch.starting_model import load_unchecked
-        from peer.machine.device import choose_device
         from peer.machine.needs import Needs
 
-        device = choose_device(self.peer.device, Rank())
-        if device.type == "cuda":
+        if self._device.type == "cuda":
             return 0
         run = with_own_places(self.run(), self.given)
-        return Needs(run, lambda: load_unchecked(run, {**self.given, "model": str(self.model)}), device).weights(self.peer)
+        return Needs(run, lambda: load_unchecked(run, {**self.given, "model": str(self.model)}), self._device).weights(self.peer)
+
+    def _trial_learner(self) -> Any:
+        from peer.launch.measured_batch import trial_learner
+        from peer.loop.rounding import keep_in_bf16
+
+        peer = dataclasses.replace(self.peer, output_dir=str(self.scratch), cache_dir="")  # gone afterwards: nothing of this is kept
+        learner = trial_learner(peer, Joined(self.run()), {**self.given, "model": str(self.model)}, self._device)
+        if peer.weights == "bf16":
+            keep_in_bf16(learner.params)
+        return learner
 
     def _speed(self) -> Answer | str:
         if self.learner is None:
@@ -345,32 +352,6 @@ class Machine:
                 ExitCode.CLOCK,
             )
         return told
-
-
-def _learner(machine: Machine) -> Any:
-    from contextlib import ExitStack
-
-    from peer.launch.launch import Launch
-    from peer.launch.launcher import Rank
-    from peer.learner import build_learner
-    from peer.loop.rounding import keep_in_bf16
-    from peer.machine.device import RankGroup, choose_device, set_threads
-    from peer.machine.turns import to_try
-
-    rank = Rank()
-    device = choose_device(machine.peer.device, rank)
-    set_threads(machine.peer.num_threads, rank)
-    # A folder that is gone afterwards: nothing of this is kept.
-    peer = dataclasses.replace(to_try(machine.peer, device), output_dir=str(machine.scratch), cache_dir="")
-    with ExitStack() as closing:
-        launch = Launch(
-            joined=Joined(machine.run()), peer=peer, given={**machine.given, "model": str(machine.model)}, group=RankGroup(rank, device),
-            device=device, stopping=lambda: False, closing=closing,
-        )  # fmt: skip
-        learner = build_learner(launch, "check")[0]
-    if peer.weights == "bf16":
-        keep_in_bf16(learner.params)
-    return learner
 
 
 def _check_alone(weights: int, free: float) -> None:

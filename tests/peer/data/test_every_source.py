@@ -27,13 +27,14 @@ from datasetserver.ingest import ingest
 from datasetserver.prepared import shard_path
 from peer.contracts import Source
 from peer.data.shards import read_shard
-from peer.rooms import load_part, parts
+from peer.rooms import load_part
 from peer.samples.decoding import Decoder
 from peer.samples.pictures import Frame, decode, size_of
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.data import sources
 from tests.peer.data.sources import HOSTS, bad_rows, encoded, good_rows, plain
+from tests.sources import parts
 
 every_source = pytest.mark.parametrize("name", parts("data"))
 LISTINGS = sorted(name for name, each in vars(datasetserver.sources).items() if inspect.isclass(each) and "list" in vars(each) and name != "Source")

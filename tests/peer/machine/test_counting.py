@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.cards import ROWS, SPARE
-from benchmarks.device_memory import batch_of, check_tiny, measured, prepared, text_bytes, vae_bytes
-from peer.machine.counting import Live, bytes_of, count, count_encoding
+from benchmarks.device_memory import batch_of, check_tiny, count, count_encoding, measured, prepared, text_bytes, vae_bytes
+from peer.machine.counting import Live, bytes_of
 from swarm.run.optimizer import OPTIMIZERS
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

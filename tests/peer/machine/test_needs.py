@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 
+from benchmarks.device_memory import count
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch, parts_of
-from peer.machine.counting import count, flow_through
+from peer.machine.counting import flow_through
 from peer.machine.needs import CAPTION, Needs, Turns, without_weights
 from peer.rooms import load_part
 from swarm.errors import UserError

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.device_memory import count
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch
 from peer.launch.starting_model import load_model
-from peer.machine.counting import count
 from peer.machine.swap import Swap, _Block, swaps
 from peer.machine.waiting import Files
 from peer.models.diffusion.packed import PRECISIONS
@@ -223,7 +223,7 @@ def test_what_is_on_the_device_at_most_is_counted(deep_family, monkeypatch):
     held = sum(tensor.nbytes for tensor in swap.tensors)
     most = max(one.num_bytes + other.num_bytes for one, other in pairwise(swap._blocks))
     latents, rows = torch.zeros(1, 4, 8, 8), {"states": torch.ones(1, 32, 16), "pooled": torch.ones(1, 16)}
-    monkeypatch.setattr("peer.machine.counting.count_step", lambda *_, **__: 0)  # what flows through the layers is asked for without --blocks_to_swap
+    monkeypatch.setattr("benchmarks.device_memory.count_step", lambda *_, **__: 0)  # what flows through the layers is asked for without --blocks_to_swap
     model, params, _ = placed(deep_family("flux"), 0, "int8", **LORA)
     without, with_swap = (count(model, params, LatentBatch(latents, rows), OPTIMIZERS["adamw"], swapped=swapped) for swapped in (0, 4))
     assert without.trained == with_swap.trained > 0

@@ -8,13 +8,14 @@ import torch
 
 from peer.contracts import PixelBatch
 from peer.launch.starting_model import load_model
-from peer.rooms import load_part, parts
+from peer.rooms import load_part
 from peer.samples.encoding import Encoder
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.machine.shallow import shallow_family  # noqa: F401
 from tests.peer.models.reading import folders_are_read_once  # noqa: F401
+from tests.sources import parts
 
 CPU = torch.device("cpu")
 WORD = {"placeholder_token": "<dicoo>", "initializer_token": "a"}

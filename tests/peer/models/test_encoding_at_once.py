@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from peer.machine.counting import count_encoding
+from benchmarks.device_memory import count_encoding
 from peer.models.diffusion import model as diffusion
 from swarm.run_config import RunConfig
 from tests import tiny

@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 
 from peer.contracts import LatentBatch, PixelBatch
 from peer.methods import full, lora
-from peer.rooms import load_part, parts
+from peer.rooms import load_part
 from peer.samples.encoding import Encoder
 from swarm.base_model import family_of
 from swarm.digest import read_header
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.peer.models.reading import plain
+from tests.sources import parts
 
 CPU = torch.device("cpu")
 CAPTIONS = ("a toy", "", "photo of a cat, style")

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from peer import rooms
 from peer.config import PeerConfig
 from peer.contracts import Member, SyncContext
 from peer.loop.schedule import build_schedule
@@ -23,8 +22,9 @@ from peer.sync.gradients import Gradients, bias_correction, clip_coefficient
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
 from tests.peer.sync.swarm_tools import state_of
+from tests.sources import parts
 
-STRATEGIES = [name for name in rooms.parts("sync") if name != "none"]
+STRATEGIES = [name for name in parts("sync") if name != "none"]
 SIZE = 1003
 RUN = RunConfig(model="x", learning_rate=1e-2, target_batch_size=12, max_grad_norm=1.0)
 
