@@ -79,8 +79,8 @@ class Directory(Alone):
         self._pairs = {_as_text(pair.name): pair for pair in good_pairs(folder, rules, cache_dir)}
         self._held_out = self._choose(rules)
         aside = set(self._held_out)
-        own = {name: pair for name, pair in self._pairs.items() if name not in aside and pair.validation_split != WHOLE}
-        self._places = [(name, again) for name, pair in own.items() for again in range(pair.repeats)]
+        self._own = {name: pair for name, pair in self._pairs.items() if name not in aside and pair.validation_split != WHOLE}
+        self._places = [(name, again) for name, pair in self._own.items() for again in range(pair.repeats)]
         if not self._places:
             raise unfit(rules.validation_split, len(self._pairs), len(self._pairs))
         self._digest = digest_json(self._places)
@@ -148,7 +148,14 @@ class Directory(Alone):
         if state["pictures"] != self._digest:
             log.warning("the pictures in %s are not those of the checkpoint; epoch %d begins again", self._folder, self._epoch + 1)
             self._position = 0
-            self._again = deque(key for key in self._again if key.partition(":")[2] in self._pairs)
+            self._again = deque(filter(self._is_trained, self._again))
+
+    def give_back(self, keys: Sequence[str]) -> None:
+        """Not what a checkpoint gives back of pictures that are gone since, or held out now."""
+        super().give_back([key for key in keys if self._is_trained(key)])
+
+    def _is_trained(self, key: str) -> bool:
+        return key.partition(":")[2] in self._own
 
 
 class Whole:

@@ -76,12 +76,14 @@ class Checkpoints:
 
         None when 'latest' was asked for and there is none at all. Raises UserError when there is no such folder, or no good one.
         """
-        paths = self.paths()
+        folder, paths = self._folder, self.paths()
         if wanted != "latest":
-            asked = Path(wanted)
+            asked = Path(os.path.abspath(wanted))  # of `.` too; a link stays where it is, beside the run's run.json
             if not asked.is_dir():
                 raise UserError(f"There is no checkpoint {asked}.", fix="Give its folder, or 'latest'.")
-            paths = [path for path in paths if _NAME.fullmatch(asked.name) and _number(path) < _number(asked)] + [asked]
+            folder = asked.parent
+            before = Checkpoints(folder, keep=1).paths() if _NAME.fullmatch(asked.name) else []
+            paths = [path for path in before if _number(path) < _number(asked)] + [asked]
         for path in reversed(paths):
             try:
                 return path, read(path)
@@ -89,7 +91,7 @@ class Checkpoints:
                 log.warning("damaged checkpoint=%s because %s; trying the one before", path, damage)
         if not paths:
             return None
-        raise UserError(f"No checkpoint in {self._folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
+        raise UserError(f"No checkpoint in {folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
 
     def asked_for(self, wanted: str, run: RunConfig | None) -> tuple[Path, dict[str, Any]] | None:
         """`wanted` as --resume_from_checkpoint has it; run: the swarm's, None alone.

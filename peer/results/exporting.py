@@ -5,6 +5,7 @@ A state holds what was trained, as one vector without names; those, and whatever
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,6 +159,7 @@ def _made(place: Path, run: RunConfig, fill_in: Callable[..., tuple[int, int]], 
 
 def _checkpoint(given: Path) -> Path | None:
     """The newest checkpoint of an --output_dir, or `given` itself when it is one."""
+    given = Path(os.path.abspath(given))  # of `.` too, whose parent is asked for; a link stays beside the run's run.json
     if (given / "manifest.json").is_file():
         return given
     paths = Checkpoints(given, keep=1).paths() if given.is_dir() and not (given / "settled").is_dir() else []

@@ -89,6 +89,19 @@ def test_a_sample_that_is_read_while_a_checkpoint_is_made_comes_once_after_a_res
     assert rest[0] == being_read and sorted(before + rest) == sorted(keys(source(pictures, epochs=2)))
 
 
+def test_what_is_held_out_or_gone_since_a_checkpoint_is_not_trained_once_more(pictures):
+    data = source(pictures)
+    drawn = keys(islice(iter(data), 12))
+    data.give_back(drawn)
+    (pictures / "000.png").unlink()
+    after = source(pictures, run=RunConfig(validation_split=0.3))
+    held_out = {sample.key.partition(":")[2] for sample in after.held_out()}
+    after.load_state_dict(data.state_dict())
+    after.give_back(drawn)  # what the feed had drawn ahead
+    again = keys(islice(iter(after), len(drawn) - 1 - len(held_out)))
+    assert held_out and again == [key for key in drawn if key.partition(":")[2] not in {*held_out, "000.png"}]
+
+
 def test_a_sample_that_was_read_is_none_that_is_still_to_come(pictures):
     data = source(pictures)
     next(iter(data))

@@ -101,6 +101,19 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(tmp_path, na
         checkpoints.load("latest")
 
 
+def test_of_a_damaged_checkpoint_elsewhere_the_one_before_it_there_is_used(tmp_path, monkeypatch):
+    ours, other = Checkpoints(tmp_path / "ours", keep=2), Checkpoints(tmp_path / "other", keep=3)
+    ours.save(state(1), {})
+    good, bad, _ = (other.save(state(number), {}) for number in (2, 3, 4))
+    flip(bad / "state.json", 0)
+    assert ours.load(str(bad))[0] == good
+    monkeypatch.chdir(bad)
+    assert ours.load(".")[0] == good
+    flip(good / "state.json", 0)
+    with pytest.raises(UserError, match=f"No checkpoint in {tmp_path / 'other'} is whole"):
+        ours.load(str(bad))
+
+
 def test_every_flipped_bit_of_the_manifest_is_noticed(tmp_path):
     path = Checkpoints(tmp_path, keep=2).save(state(), {"round": 1})
     whole = (path / "manifest.json").read_bytes()

@@ -123,11 +123,13 @@ def trained(tmp_path, tiny_model):
     return folder, vectors.detach()
 
 
-def test_a_checkpoint_is_exported_the_newest_the_one_named_and_for_a_damaged_one_the_one_before(trained, tmp_path, capsys):
+def test_a_checkpoint_is_exported_the_newest_the_one_named_and_for_a_damaged_one_the_one_before(trained, tmp_path, capsys, monkeypatch):
     folder, vectors = trained
+    monkeypatch.chdir(folder / "checkpoint-000001")
     for which, expected in (
         (folder, vectors),
         (folder / "checkpoint-000001", vectors - 2),
+        (".", vectors - 2),
         (folder / "checkpoint-000002", vectors),
     ):
         export.main(["--state", str(which), "--format", "embedding", "--out", str(tmp_path / "word.safetensors")])
