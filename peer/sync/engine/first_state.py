@@ -67,7 +67,7 @@ class FirstState:
             records = await self._records()
             peers = [record.peer_id for record in records]
             kinds = await ask_kinds(self._streams, [peer for peer in peers if peer in self._named]) or await ask_kinds(self._streams, peers)
-            found = await self._of_one(kinds, await self._that_count(records), check) if kinds else None
+            found = await self._of_one(kinds, records, check) if kinds else None
             if found is not None:
                 return found
             if clock() - told >= _TOLD_EVERY_SECONDS:
@@ -79,7 +79,9 @@ class FirstState:
 
     async def _of_one(self, kinds: Sequence[Kind], records: Sequence[PeerRecord], check: Callable[[Kind], None]) -> tuple[Kind, State] | None:
         """A state of one of these kinds. One that has failed us gives way to the next: anybody may say a kind, and as many as he has keys."""
-        alike = {kind: [record for record in records if record.schema == kind.schema] for kind in kinds}
+        schemas = {kind.schema for kind in kinds}
+        counted = await self._that_count([record for record in records if record.schema in schemas])
+        alike = {kind: [record for record in counted if record.schema == kind.schema] for kind in kinds}
         alike = {kind: holders for kind, holders in alike.items() if holders}
         fits, refusals = [], []
         for kind in alike:
