@@ -25,8 +25,10 @@ from PIL import Image  # noqa: E402
 
 from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
 from benchmarks.hosting import dataset_server  # noqa: E402
+from peer.config import PeerConfig  # noqa: E402
 from peer.contracts import SourceContext  # noqa: E402
-from peer.data.dataset_server import build, fetch_run  # noqa: E402
+from peer.data.client.runs import fetch_run  # noqa: E402
+from peer.data.dataset_server import build  # noqa: E402
 from peer.machine.device import Rank, RankGroup  # noqa: E402
 from peer.samples.buckets import Buckets  # noqa: E402
 from peer.samples.decoding import Decoder  # noqa: E402
@@ -92,8 +94,8 @@ def take(url: str, cache: Path, workers: int, seconds: float, step_seconds: floa
     run = RunConfig.from_mapping(fetch_run(url, 60).run, where=url)
     identity = Identity(cache / "identity.key")
     identity.close()
-    mine = {"peer_id": identity.peer_id, "identity_file": identity.path}
-    source = build(SourceContext(run=run, url=url, **mine, cache_dir=cache, cache_gib=4.0, batch_samples=BATCH))
+    peer = PeerConfig(identity_path=str(identity.path), cache_dir=str(cache), cache_gib=4.0)
+    source = build(SourceContext(run=run, url=url, peer=peer, peer_id=identity.peer_id, batch_samples=BATCH))
     group = RankGroup(Rank(0, 1, 0, 1), torch.device("cpu"))
     sizes = {"batch_samples": BATCH, "accumulation": 1, "buckets": Buckets.of(run, 64)}
     feed = Feed(source, Decoder(run, workers), group, stopping=lambda: False, **sizes)

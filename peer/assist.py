@@ -15,7 +15,7 @@ import torch
 from peer.audit.auditor import Auditor
 from peer.config import PeerConfig
 from peer.contracts import CommittedRound
-from peer.data.dataset_server import fetch_run, report_round
+from peer.data.client.runs import fetch_run, report_round
 from peer.drawing.artist import Artist
 from peer.figures.audience import show
 from peer.launch.joining import Joined, from_before

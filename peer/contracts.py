@@ -330,10 +330,8 @@ class SourceContext:
     """The dataset server's, '' without one."""
     token: str = field(default="", repr=False)
     """What it asks of us, '' without one."""
-    folder: Path | None = None
-    """`--train_data_dir`."""
     peer: PeerConfig = field(default_factory=PeerConfig)
-    """What this machine chose of its data."""
+    """What this machine chose: its pictures, its key's file, its cache."""
     end: End | None = None
     """To be told when the host puts off the run's end; None: nobody asks."""
     bans: Bans | None = None
@@ -341,10 +339,6 @@ class SourceContext:
     known_hosts: KnownHosts | None = None
     """Which host's word to take; None: any that is signed."""
     peer_id: str
-    identity_file: Path | None = None
-    """Its key, with which it signs what it tells a dataset server."""
-    cache_dir: Path
-    cache_gib: float = 20.0
     batch_samples: int = 1
     """Samples of one local step of all ranks: how many are asked for at a time."""
     window_samples: int = 0

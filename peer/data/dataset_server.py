@@ -22,7 +22,7 @@ from peer.data.client.download import Corrupt, fetch
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outage import Seen, choose
 from peer.data.client.outbox import CONTRIBUTIONS, PROOFS, ROUNDS, Letter, Outbox
-from peer.data.client.runs import check_run, fetch_run, found_run, report_round, round_body, send_picture
+from peer.data.client.runs import round_body
 from peer.data.client.transport import Refusal, ServerAway, Transport, open_session
 from peer.data.client.work import Lease, ShardEpoch, Work
 from peer.data.shards import Row, ShardCache, read_shard
@@ -38,7 +38,6 @@ from swarm.signing import KnownHosts
 from swarm.tasks import set_within
 from swarm.wrong_states import Accusation
 
-__all__ = ["DatasetServer", "build", "check_run", "fetch_run", "found_run", "report_round", "send_picture"]
 log = logging.getLogger(__name__)
 REGISTER_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
@@ -49,31 +48,20 @@ _NO_SHARD_PAUSE_SECONDS = 30.0
 
 
 def build(context: SourceContext) -> "DatasetServer":
-    """Raises UserError when no server is given or the cache cannot be written."""
-    if not context.url:
-        raise UserError("No dataset server is given.", fix="Give --datasetserver http://HOST:9090, or --train_data_dir DIR.")
+    """Raises UserError when the cache cannot be written."""
     return DatasetServer(
         context.url,
         context.run,
-        key=_key(context),
+        key=PeerKey.read(context.peer.identity_file),
         token=context.token,
-        cache_dir=context.cache_dir,
-        cache_bytes=int(context.cache_gib * 2**30),
+        cache_dir=context.peer.cache_folder,
+        cache_bytes=int(context.peer.cache_gib * 2**30),
         batch_samples=context.batch_samples,
         window_samples=context.window_samples,
         known_hosts=context.known_hosts,
         end=context.end,
         bans=context.bans,
     )
-
-
-def _key(context: SourceContext) -> PeerKey:
-    try:
-        return PeerKey.read(context.identity_file or Path())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{context.identity_file} cannot be read as this peer's key: {error}.", fix="Check --identity_path.", code=ExitCode.DISK
-        ) from None
 
 
 class DatasetServer:

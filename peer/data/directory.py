@@ -48,9 +48,7 @@ class Rules:
 
 
 def build(context: SourceContext) -> "Directory":
-    """Raises UserError when there is no folder, or nothing in it that can be trained on."""
-    if context.folder is None:
-        raise UserError("No pictures were given.", fix="Give --train_data_dir a folder of pictures with a .txt beside each.")
+    """Raises UserError when nothing in the folder can be trained on."""
     run, peer = context.run, context.peer
     joining = peer.swarming and not peer.found
     rules = Rules(
@@ -63,7 +61,7 @@ def build(context: SourceContext) -> "Directory":
         run.validation_split,
         joining,
     )
-    return Directory(context.folder, rules, context.cache_dir, epochs=context.epochs)
+    return Directory(Path(peer.train_data_dir), rules, peer.cache_folder, epochs=context.epochs)
 
 
 class Directory(Alone):

@@ -40,7 +40,7 @@ class Showing:
     @classmethod
     def to_server(cls, url: str, peer: PeerConfig, run_id: str, peer_id: str) -> "Showing":
         """To the page of the dataset server at `url`, signed with this peer's own key."""
-        from peer.data.dataset_server import send_picture
+        from peer.data.client.runs import send_picture
 
         send = partial(send_picture, url, Signer(PeerKey.read(peer.identity_file)), token=token_for(url, peer))
         return cls(send, run_id, peer_id)

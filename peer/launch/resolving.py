@@ -67,7 +67,7 @@ def no_model() -> UserError:
 
 
 def _ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
-    from peer.data.dataset_server import fetch_run
+    from peer.data.client.runs import fetch_run
 
     asked = time.time()
     answer = fetch_run(url, run_id=run_id, token=token_for(url, peer), known_hosts=known_hosts(peer))
@@ -78,7 +78,7 @@ def _ask_server(peer: PeerConfig, url: str, run_id: str) -> Any:
 
 
 def _found_at_server(peer: PeerConfig, url: str, run: RunConfig) -> Any:
-    from peer.data.dataset_server import found_run
+    from peer.data.client.runs import found_run
 
     return found_run(url, run, token=token_for(url, peer), known_hosts=known_hosts(peer))
 

@@ -16,7 +16,7 @@ import pytest
 from peer import assist
 from peer.config import PeerConfig
 from peer.contracts import CommittedRound, Member
-from peer.data.dataset_server import fetch_run
+from peer.data.client.runs import fetch_run
 from peer.finetune import main
 from peer.launch.joining import Joined
 from peer.sync.engine.assistant import Known

@@ -91,7 +91,7 @@ class Machine:
         """Also finds the run: the next two say what of it."""
         if not self.peer.datasetserver:
             raise NotAsked("the run is to be found by way of its peers")
-        from peer.data.dataset_server import fetch_run
+        from peer.data.client.runs import fetch_run
 
         try:
             self.answer = fetch_run(self.url, self.patience, run_id=self.peer.run_id, token=self._token_of)

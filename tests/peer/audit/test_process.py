@@ -14,9 +14,9 @@ from peer.audit.orders import Order, read_answer
 from peer.config import PeerConfig
 from peer.data.client import taken
 from peer.data.client.download import Corrupt
+from peer.data.client.runs import fetch_run
 from peer.data.client.taken import Pictures
 from peer.data.client.transport import Refusal
-from peer.data.dataset_server import fetch_run
 from peer.drawing.errand import Errand
 from peer.launch.starting_model import load_model
 from peer.rooms import load_part

@@ -3,7 +3,7 @@
 import io
 import json
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from PIL import Image
 from datasetserver.ingest import ingest
 from peer.config import PeerConfig
 from peer.contracts import Source, SourceContext
-from peer.data.dataset_server import fetch_run
+from peer.data.client.runs import fetch_run
 from peer.rooms import load_part
 from swarm.run_config import RunConfig
 from tests.identities import id_of, identity_file
@@ -134,29 +134,30 @@ HOSTS = {"Folder": write_folder, "Hub": write_parquet}
 
 
 def directory(rows: list[Row], place: Path, serve) -> Callable[[], Source]:
-    return _local("directory", place, folder=write_folder(rows, place / "data"))
+    return _local("directory", place, train_data_dir=str(write_folder(rows, place / "data")))
 
 
 def toml(rows: list[Row], place: Path, prefix: str) -> Callable[[], Source]:
-    return _local("directory", place, folder=write_toml(rows, place / "data", prefix))
+    return _local("directory", place, train_data_dir=str(write_toml(rows, place / "data", prefix)))
 
 
 def tar(rows: list[Row], place: Path) -> Callable[[], Source]:
-    return _local("directory", place, folder=write_tar(rows, place / "data"))
+    return _local("directory", place, train_data_dir=str(write_tar(rows, place / "data")))
 
 
 def huggingface(rows: list[Row], place: Path, serve) -> Callable[[], Source]:
-    return _local("huggingface", place, peer=PeerConfig(dataset_name=str(write_parquet(rows, place / "data"))))
+    return _local("huggingface", place, dataset_name=str(write_parquet(rows, place / "data")))
 
 
 def dataset_server(rows: list[Row], place: Path, serve) -> Callable[[], Source]:
     ingest(write_folder(rows, place / "host0" / "data"), place / "trial", workers=0)  # whose error is the host's, but in this process
     host = serve(samples=0, shard_samples=3)
     run = RunConfig.from_mapping(fetch_run(host.url, 20).run, where=host.url)
-    key = {"peer_id": id_of("alice"), "identity_file": identity_file(place / "alice.key", "alice")}
-    return _local("dataset_server", place, run=run, url=host.url, **key)
+    context = {"run": run, "url": host.url, "peer_id": id_of("alice")}
+    return _local("dataset_server", place, context, identity_path=str(identity_file(place / "alice.key", "alice")))
 
 
-def _local(name: str, place: Path, **options) -> Callable[[], Source]:
-    options = {"run": RunConfig(), "peer_id": "alone", "cache_dir": place / "cache", "epochs": 3, "batch_samples": 2, **options}
-    return lambda: load_part("data", name).build(SourceContext(**options))
+def _local(name: str, place: Path, context: Mapping[str, object] | None = None, **peer) -> Callable[[], Source]:
+    peer = PeerConfig(cache_dir=str(place / "cache"), **peer)
+    context = {"run": RunConfig(), "peer_id": "alone", "epochs": 3, "batch_samples": 2, **(context or {})}
+    return lambda: load_part("data", name).build(SourceContext(peer=peer, **context))

@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 
 from datasetserver.__main__ import cli
+from peer.config import PeerConfig
 from peer.contracts import CommittedRound, Member, SourceContext
 from peer.data.client import probing
 from peer.data.client.probing import download_state
+from peer.data.client.runs import fetch_run, found_run, report_round
 from peer.data.client.transport import Reply, ServerAway, Transport
-from peer.data.dataset_server import build, fetch_run, found_run, report_round
+from peer.data.dataset_server import build
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from swarm.signed_request import Signer
@@ -187,10 +189,8 @@ def test_a_peer_shows_its_token_for_whatever_it_asks(serve, tmp_path):
         run=run,
         url=host.url,
         token=token,
+        peer=PeerConfig(identity_path=str(identity_file(tmp_path / "key", "alice")), cache_dir=str(tmp_path / "cache")),
         peer_id=id_of("alice"),
-        identity_file=identity_file(tmp_path / "key", "alice"),
-        cache_dir=tmp_path / "cache",
-        cache_gib=1.0,
         batch_samples=2,
     )
     assert token not in repr(context)

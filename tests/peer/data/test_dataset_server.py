@@ -16,7 +16,7 @@ from peer.data import dataset_server
 from peer.data.client.download import Corrupt
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outbox import ROUNDS, Outbox
-from peer.data.dataset_server import fetch_run
+from peer.data.client.runs import fetch_run
 from peer.data.unsaid import Unsaid
 from peer.machine.device import Rank, RankGroup
 from peer.samples.buckets import Buckets

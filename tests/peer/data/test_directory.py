@@ -13,11 +13,8 @@ from swarm.run_config import RunConfig
 
 
 def source(folder, epochs=1, seed=42, run=None, cache_dir=None, **peer):
-    options = PeerConfig(train_data_dir=str(folder), **peer)
-    context = SourceContext(
-        run=run or RunConfig(seed=seed), peer=options, folder=folder, peer_id="alone", cache_dir=cache_dir or cache_of(folder), epochs=epochs
-    )
-    return directory.build(context)
+    peer = PeerConfig(train_data_dir=str(folder), cache_dir=str(cache_dir or cache_of(folder)), **peer)
+    return directory.build(SourceContext(run=run or RunConfig(seed=seed), peer=peer, peer_id="alone", epochs=epochs))
 
 
 def cache_of(folder):

@@ -6,7 +6,6 @@ import re
 import shutil
 from itertools import islice
 from operator import length_hint
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def small_windows(monkeypatch):
 
 def source(folder, epochs=1, seed=42, peer_id="alone", **options):
     peer = PeerConfig(dataset_name=str(folder), **options)
-    context = SourceContext(run=RunConfig(seed=seed), peer=peer, peer_id=peer_id, cache_dir=Path("unused"), epochs=epochs)
+    context = SourceContext(run=RunConfig(seed=seed), peer=peer, peer_id=peer_id, epochs=epochs)
     return huggingface.build(context)
 
 
@@ -86,7 +85,7 @@ def test_the_order_depends_on_the_seed_and_the_peer(dataset):
 def test_of_a_stream_the_first_rows_masks_are_counted_once_for_a_run_that_has_a_use_for_them(tmp_path, caplog, masked):
     rows = [Row(f"{n}.png", encoded(plain(n) if n >= masked else np.dstack([plain(n), plain(n)[..., :1]])), ("x",)) for n in range(4)]
     folder = write_parquet([*rows, Row("none.png", b"no picture", ("x",))], tmp_path / "rows")
-    context = {"peer": PeerConfig(dataset_name=str(folder)), "peer_id": "alone", "cache_dir": Path("unused"), "epochs": 2}
+    context = {"peer": PeerConfig(dataset_name=str(folder)), "peer_id": "alone", "epochs": 2}
     with caplog.at_level("INFO", "peer.data.huggingface"):
         list(huggingface.build(SourceContext(run=RunConfig(), **context)))
         assert "masks=" not in caplog.text
@@ -241,7 +240,7 @@ from peer.contracts import SourceContext
 from peer.data import huggingface
 from swarm.run_config import RunConfig
 peer = PeerConfig(dataset_name="user/pictures")
-source = huggingface.build(SourceContext(run=RunConfig(), peer=peer, peer_id="alone", cache_dir=Path("unused"), epochs=1))
+source = huggingface.build(SourceContext(run=RunConfig(), peer=peer, peer_id="alone", epochs=1))
 print(sorted((sample.caption, sample.image[1:4] == b'PNG') for sample in source))
 """
 

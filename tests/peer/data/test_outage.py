@@ -12,7 +12,8 @@ from peer.data import dataset_server
 from peer.data.client import transport
 from peer.data.client.manifest import SignedShards
 from peer.data.client.outage import Seen
-from peer.data.dataset_server import DatasetServer, fetch_run
+from peer.data.client.runs import fetch_run
+from peer.data.dataset_server import DatasetServer
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
 from tests.datasetserver.hosting import Host, until

@@ -6,8 +6,10 @@ from itertools import islice
 
 import pytest
 
+from peer.config import PeerConfig
 from peer.contracts import SourceContext
-from peer.data.dataset_server import build, check_run, fetch_run
+from peer.data.client.runs import check_run, fetch_run
+from peer.data.dataset_server import build
 from peer.launch.command_line import parse
 from peer.launch.resolving import resolve_run
 from swarm.digest import canonical_json, digest_bytes
@@ -47,8 +49,8 @@ def source(tmp_path):
     sources = []
 
     def make(url, run, known_hosts=None):
-        key = {"peer_id": id_of("alice"), "identity_file": identity_file(tmp_path / "key", "alice")}
-        context = SourceContext(run=run, url=url, **key, cache_dir=tmp_path / "cache", batch_samples=2, known_hosts=known_hosts)
+        peer = PeerConfig(identity_path=str(identity_file(tmp_path / "key", "alice")), cache_dir=str(tmp_path / "cache"))
+        context = SourceContext(run=run, url=url, peer=peer, peer_id=id_of("alice"), batch_samples=2, known_hosts=known_hosts)
         sources.append(build(context))
         return sources[-1]
 

@@ -10,7 +10,7 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import Member
-from peer.data.dataset_server import fetch_run
+from peer.data.client.runs import fetch_run
 from peer.drawing import artist
 from peer.drawing.__main__ import attempt
 from peer.drawing.artist import Artist, Order

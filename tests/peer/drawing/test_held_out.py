@@ -111,7 +111,7 @@ def test_a_stream_of_rows_is_refused_before_a_model_is_loaded(start, monkeypatch
 def test_a_peer_never_trains_what_its_folder_holds_out(pictures, tmp_path):
     from peer.contracts import SourceContext
 
-    context = {"peer": PeerConfig(train_data_dir=str(pictures), repeats=2), "folder": pictures, "peer_id": "alone", "cache_dir": tmp_path}
+    context = {"peer": PeerConfig(train_data_dir=str(pictures), repeats=2, cache_dir=str(tmp_path)), "peer_id": "alone"}
     source = directory.build(SourceContext(run=SPLIT, epochs=3, **context))
     aside = {sample.key.rpartition(":")[2]: sample for sample in source.held_out()}
     trained = {sample.key.rpartition(":")[2] for sample in source}
@@ -127,12 +127,10 @@ def test_a_split_that_fits_no_folder_like_this_one_stops_who_chose_it_and_no_pee
 
     context = {
         "run": dataclasses.replace(RUN, validation_split=1e-9),
-        "folder": pictures,
         "peer_id": "one",
-        "cache_dir": tmp_path,
         "epochs": 1,
     }
-    given = {"train_data_dir": str(pictures)}
+    given = {"train_data_dir": str(pictures), "cache_dir": str(tmp_path)}
     for options in (given, {**given, "found": True}):
         with pytest.raises(UserError, match="validation_split"):
             directory.build(SourceContext(peer=PeerConfig(**options), **context))

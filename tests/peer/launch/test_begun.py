@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from peer.data.dataset_server import check_run
+from peer.data.client.runs import check_run
 from peer.launch.begun import as_it_began
 from peer.watchdog.policy import End, Policy
 from swarm.digest import digest_json

@@ -282,7 +282,7 @@ def test_where_nothing_was_founded_a_peer_says_how(open_host, tmp_path):
 
 
 def test_of_two_founders_at_once_both_end_in_one_run_or_the_slower_one_is_told_what_differs(open_host):
-    from peer.data.dataset_server import fetch_run, found_run
+    from peer.data.client.runs import fetch_run, found_run
 
     both_asked = threading.Barrier(2)
 

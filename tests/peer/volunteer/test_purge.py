@@ -9,9 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from peer.config import PeerConfig
 from peer.contracts import SourceContext
 from peer.data import directory
-from peer.data.dataset_server import build, fetch_run
+from peer.data.client.runs import fetch_run
+from peer.data.dataset_server import build
 from peer.data.unsaid import Unsaid
 from peer.results.output_folder import link_result
 from peer.samples.caches import TensorCache, latents_name
@@ -96,8 +98,8 @@ def test_nothing_stays_of_what_the_sources_and_caches_of_a_peer_wrote(serve, tmp
     run = RunConfig.from_mapping(fetch_run(host.url, 20).run, where=host.url)
     cache = output / "cache"
     identity = Identity(output / "identity.key")
-    mine = {"peer_id": identity.peer_id, "identity_file": identity.path}
-    source = build(SourceContext(run=run, url=host.url, **mine, cache_dir=cache, cache_gib=1.0, batch_samples=2))
+    peer = PeerConfig(output_dir=str(output), cache_gib=1.0)
+    source = build(SourceContext(run=run, url=host.url, peer=peer, peer_id=identity.peer_id, batch_samples=2))
     next(iter(source))
     source.close()
     Unsaid(cache / f"unsaid-{run.run_id}-QmPeer.jsonl").keep({"path": "/v1/rounds"})
