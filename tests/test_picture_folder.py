@@ -137,10 +137,8 @@ def as_set(captions):
 
 
 def peers_source(folder, epochs=1, **options):
-    config = PeerConfig(train_data_dir=str(folder), **options)
-    return directory.build(
-        SourceContext(run=RunConfig(), peer=config, folder=folder, peer_id="a", cache_dir=folder.with_name("cache"), epochs=epochs)
-    )
+    config = PeerConfig(train_data_dir=str(folder), cache_dir=str(folder.with_name("cache")), **options)
+    return directory.build(SourceContext(run=RunConfig(), peer=config, peer_id="a", epochs=epochs))
 
 
 def of_a_peer(folder, **options):
