@@ -7,10 +7,10 @@ promises is durable only when the caller has saved and committed: see `ledger.py
 
 import secrets
 import sqlite3
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 
 from datasetserver.holdings import Allowance, Holdings
 from datasetserver.lineage import Lineage
@@ -29,8 +29,12 @@ ANY_HOLDS = Allowance(2 * MAX_KEYS, 2 * MAX_KEYS)
 """A peer that trains holds what one contribution may have, and what it leased ahead; one that holds more trains nothing."""
 _NAMES = 256
 _COSTLY_PER_SECOND, _COSTLY_AT_ONCE = 0.5, 64
-"""Reports of one owner that change the branch, or whose parent is unknown: in a run of 5,000 rounds one takes up to 400 ms. Of an honest peer there
-are a few: what it tells of a lost branch follows what it told before."""
+"""What one owner says that changes the branch, or of a state whose parent is unknown: in a run of 5,000 rounds one takes up to 400 ms. Of an honest
+peer there are a few: what it tells of a lost branch follows what it told before."""
+_STEPS, _SHARD_EPOCHS = 4_000_000, 100_000
+"""So many steps of the tree (`StateTree.steps`), or shard epochs in one list of keys, take as long, and count as one such."""
+_MOST_WITHDRAWN = 4096
+"""Contributions of one owner that were withdrawn and that no state is said to have: 30 MB where each has samples of 1,500 shards."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,15 @@ class Book:
         self._costly = Budgets(_COSTLY_PER_SECOND, _COSTLY_AT_ONCE, clock=clock)
         self._leases = self._kept_leases()
         self._contributions = {c.id: c for c in self._store.contributions()}
+        self._withdrawn: defaultdict[str, dict[tuple[str, int], None]] = defaultdict(dict)
+        """By owner those that were withdrawn, the first first."""
         self._reports = Reports(self._store, self._owners, self._registered, most_of_one)
         self.tree = self._reports.tree
         self.wrong = WrongStates(self._store, self.tree, lambda: self._reports.sure)
         self._lineage = Lineage(self.tree, self._registered)
         self._rebuild()
+        for contribution in [c for c in self._contributions.values() if not (c.live or c.counted)]:
+            self._note_withdrawn(contribution)
         self._begun = self.shard_epochs.last_epoch
         """The last epoch of which a shard epoch was leased; after a restart that of any shard epoch we know."""
 
@@ -152,13 +160,15 @@ class Book:
         """
         self.sweep()
         self._touch(peer)
-        masks = parse_keys(keys, self.shard_epochs.samples) if keys is not None else {}
-        if lease_id != NO_LEASE:
-            lease = self._leases.get(lease_id)
-            if lease is None or lease.peer != peer:
-                return 0
-            return self._end(lease) if keys is None else self._give_up(lease, masks)
-        withdrawn = [c for c in self._live_of(peer) if any(mask & c.shard_epochs.get(uid, 0) for uid, mask in masks.items())]
+        lease = self._leases.get(lease_id)
+        if lease_id != NO_LEASE and (lease is None or lease.peer != peer):
+            return 0
+        if keys is None:
+            return self._end(lease) if lease else 0
+        masks = self._masks(peer, keys)
+        if lease:
+            return self._give_up(lease, masks)
+        withdrawn = [c for c in self._live_of(peer) if any(mask & masks.get(uid, 0) for uid, mask in c.shard_epochs.items())]
         released = sum(self._withdraw(contribution) for contribution in withdrawn)
         for uid, mask in masks.items():
             if taken := self._strip(uid, mask, peer=peer):  # else `_free` would draw the order of any epoch that a request names
@@ -174,7 +184,7 @@ class Book:
         """
         self.sweep()
         self._touch(peer)
-        masks = parse_keys(keys, self.shard_epochs.samples)
+        masks = self._masks(peer, keys)
         known = self._contributions.get((peer, number))
         if known:
             return _same(known, masks, offered=offered)
@@ -194,9 +204,10 @@ class Book:
                 self._withdraw(self._contributions[pair])
         if contribution.owner:
             self._charge(contribution)
-        before = self.tree.head
+        before, steps = self.tree.head, self.tree.steps
         self.tree.count_again((peer, number))
-        self._follow_head(before)
+        changed = not self._follow_head(before)
+        self._costs(self._owners.of(peer), changed + (self.tree.steps - steps) / _STEPS)
         return contribution
 
     def samples_of(self, peer: str, number: int) -> Masks:
@@ -211,9 +222,8 @@ class Book:
         """
         self.sweep()
         self._touch(reporter)
-        owner, before, known = self._owners.of(reporter), self.tree.head, self.tree.get(state.digest)
-        if self._costly.is_spent(owner):
-            raise Refused(429, "too_many_branches", "These reports change the run's branch too often.", "Report the rest later.")
+        owner, before, known, steps = self._owners.of(reporter), self.tree.head, self.tree.get(state.digest), self.tree.steps
+        self._refuse_costly(owner)
         costs = self.tree.has_gap(state) and not (known and known.equals(state))
         try:
             news = self._reports.add(state, reporter)
@@ -225,8 +235,7 @@ class Book:
             elif news is News.BACKED:
                 self._settle()
         finally:
-            if costs:
-                self._costly.take(owner)
+            self._costs(owner, costs + (self.tree.steps - steps) / _STEPS)
         return self.tree.head
 
     def countersign(self) -> str:
@@ -292,6 +301,27 @@ class Book:
                 if item.uid[0] < self.shard_epochs.frontier[0] and len(item.holders) == 1 and item.leased:
                     yield item, item.leased
 
+    # -- what costs the ledger much
+
+    def _refuse_costly(self, owner: str) -> None:
+        if self._costly.is_spent(owner):
+            raise Refused(429, "too_many_branches", "What this owner's peers say changes the run's branch too often.", "Say the rest later.")
+
+    def _costs(self, owner: str, amount: float) -> None:
+        if amount:
+            self._costly.take(owner, amount)
+
+    def _masks(self, peer: str, keys: Iterable[str]) -> Masks:
+        owner, keys = self._owners.of(peer), list(keys)
+        self._refuse_costly(owner)
+        try:
+            masks = parse_keys(keys, self.shard_epochs.samples)
+        except Refused:
+            self._costs(owner, len(keys) / _SHARD_EPOCHS)
+            raise
+        self._costs(owner, len(masks) / _SHARD_EPOCHS)
+        return masks
+
     # -- changes of one sample's state
 
     def _refuse_foreign(self, peer: str, uid: ShardEpochId, mask: int) -> None:
@@ -332,7 +362,7 @@ class Book:
         item = self.shard_epochs[uid]
         return item.held_by(peer) & item.leased | item.available
 
-    def _strip(self, uid: ShardEpochId, mask: int, peer: str | None = None) -> int:
+    def _strip(self, uid: ShardEpochId, mask: int, *, peer: str | None = None) -> int:
         """Take samples out of the leases (of one peer) that hold them; returns those taken."""
         item, taken = self.shard_epochs.get(uid), 0
         for lease in item.holders[:] if item else ():
@@ -372,12 +402,27 @@ class Book:
 
     def _withdraw(self, contribution: Contribution) -> int:
         """Withdraw a live contribution; returns how many samples become leasable."""
-        contribution.live = False
         self._not_pending(contribution)
-        self._store.set_contribution(contribution)
+        self._set_withdrawn(contribution)
         for uid, mask in contribution.shard_epochs.items():
             self.shard_epochs[uid].pending &= ~mask
         return sum(self._free(uid, mask) for uid, mask in contribution.shard_epochs.items())
+
+    def _set_withdrawn(self, contribution: Contribution) -> None:
+        contribution.live = False
+        self._store.set_contribution(contribution)
+        self._note_withdrawn(contribution)
+
+    def _note_withdrawn(self, contribution: Contribution) -> None:
+        """Of too many of one owner the first are forgotten, but for those that may count again. So each new one looks at two."""
+        mine = self._withdrawn[self._owners.of(contribution.peer)]
+        mine[contribution.id] = None
+        for pair in list(islice(mine, min(2, max(0, len(mine) - _MOST_WITHDRAWN)))):
+            del mine[pair]
+            if self.tree.is_told(pair) or self._holdings.awaits(*pair):
+                mine[pair] = None
+            else:
+                self._store.remove_contribution(self._contributions.pop(pair))
 
     def _count(self, contribution: Contribution) -> None:
         contribution.counted = True
@@ -385,10 +430,22 @@ class Book:
         for uid, mask in contribution.shard_epochs.items():
             item = self.shard_epochs[uid]
             self._by_peer[contribution.peer] += (mask & ~item.counted).bit_count()
-            if not contribution.live:  # withdrawn, and in a state after all: whoever leased these samples since must not train them
-                self._strip(uid, mask)
             item.counted |= mask
             item.pending &= ~mask
+        if not contribution.live:
+            self.unsure.add(contribution.id)
+
+    def _keep_from_others(self) -> None:
+        """What was withdrawn is in a state after all: whoever leased its samples since must not train them.
+
+        Not on one owner's word: he could make up a state with a sample of each shard that the others hold, and all their work would be refused. Who
+        has trained such samples meanwhile registers them as repeated.
+        """
+        sure = self._reports.sure
+        for pair in [pair for pair in sorted(self.unsure) if sure and self.tree.last_round_of(pair) <= sure.round]:
+            self.unsure.remove(pair)
+            for uid, mask in self._contributions[pair].shard_epochs.items():
+                self._strip(uid, mask)
 
     def _free(self, uid: ShardEpochId, mask: int) -> int:
         """A claim on these samples has ended; returns how many of them are leasable now."""
@@ -404,6 +461,7 @@ class Book:
     def _settle(self, *, anew: bool = False) -> None:
         """Make room for receipts again; see `Reports.settle`."""
         self._reports.settle(self._holdings, anew=anew)
+        self._keep_from_others()
 
     def _may_come(self, peer: str, number: int) -> bool:
         """Whether a state may still take it: none takes an earlier one than the peer's last."""
@@ -448,8 +506,7 @@ class Book:
         for pair in sorted(before - self._lineage.included):
             contribution = self._contributions.get(pair)
             if contribution and contribution.live:
-                contribution.live = False
-                self._store.set_contribution(contribution)
+                self._set_withdrawn(contribution)
         if not before <= self._lineage.included:
             return self._rebuild()
         for state in self.tree.chain():
@@ -503,6 +560,8 @@ class Book:
             for uid in lease.shard_epochs:
                 self.shard_epochs[uid].holders.append(lease)
         self._pending: set[tuple[str, int]] = set()
+        self.unsure: set[tuple[str, int]] = set()
+        """Withdrawn, and counted in a state of which one owner alone has told: see `_keep_from_others`."""
         for contribution in self._contributions.values():
             contribution.counted = False
             if contribution.live:

@@ -3,8 +3,9 @@
 Changes are written to SQLite by `Store.flush`. What follows from them for samples is the `Book`'s: each method says what has changed.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from enum import Enum, auto
 
 from datasetserver.holdings import Holdings
@@ -14,6 +15,8 @@ from datasetserver.store import Store
 from datasetserver.tree import ContributionId, State, StateTree, spare
 
 _MOST_REPORTERS = 64
+_MOST_UNTAKEN = 16
+"""Other stories of one owner: of a round that is new all peers tell within seconds."""
 _MOST_SPARE_MEMBERS = 1 << 16
 """In all states that one owner's peers were the first to report and that are not on the head's chain: about 10 MB, or 1,000 rounds of 64 peers."""
 _SPARE_EVERY = 32
@@ -42,8 +45,10 @@ class Reports:
     def __init__(self, store: Store, owners: Owners, registered: Callable[[ContributionId], int], most: int = 0):
         self._store, self._owners = store, owners
         self._countersigned, self._discarded = store.countersigned(), store.discarded()
-        self._said_to_follow: set[str] = set()
+        self._said_to_follow = store.after_discarded()
         """Digests of states that somebody has reported to follow a discarded one. Only a report says so, so another may say otherwise."""
+        self._untaken: defaultdict[str, dict[str, State]] = defaultdict(dict)
+        """By owner and digest, stories of known states that were not taken, or are not any more: another owner may tell the same."""
         self._unlooked: Counter[str] = Counter()
         """By owner, reports since we looked for what is spare."""
         self._sure = ""
@@ -92,22 +97,39 @@ class Reports:
         self.tree.moves.clear()
 
     def _add_another_story(self, state: State, reporter: str) -> News:
-        """A known state was reported with other figures. Refused with 409 where those before count at least as much.
+        """A known state was reported with other figures. Refused with 409 where more owners tell those before, or as many and they count as much.
 
-        Who lies may be the first to report a state, and say of it that it holds nothing of the others.
+        Who lies may be the first to report a state, and say of it that it holds nothing of the others. And who lies may be the last: that the state of
+        an honest peer follows one of his own.
         """
+        owner, known = self._owners.of(reporter), self.tree.get(state.digest)
+        tellers = (stories.get(state.digest) for other, stories in self._untaken.items() if other != owner)
+        state.reporters = [*(told.reporters[0] for told in tellers if told is not None and told.equals(state)), reporter]
+        state.owners = len(self._witnesses(state))
         wrong = self.tree.contradiction(state) or state.parent in self._discarded
         if wrong or not self.tree.outweighs(state):
+            if not wrong:
+                self._keep_untaken(state, reporter)
             raise Refused(409, "contradiction", f"State {state.digest[:16]} was reported with other figures before.", "Catch up with the swarm.")
-        state.reporters = [reporter]
+        for before in known.reporters:
+            self._keep_untaken(known, before)
         for told in (state, *self.tree.replace(state)):
             self._store.set_state(told)
         self._keep_places()
         return News.REDRAWN
 
+    def _keep_untaken(self, state: State, reporter: str) -> None:
+        stories = self._untaken[self._owners.of(reporter)]
+        stories.pop(state.digest, None)
+        stories[state.digest] = replace(state, reporters=[reporter], standing=set())
+        if len(stories) > _MOST_UNTAKEN:
+            del stories[next(iter(stories))]
+
     def _refuse_discarded(self, state: State) -> None:
         if self._discarded.isdisjoint((state.digest, state.parent)) and state.parent not in self._said_to_follow:
-            self._said_to_follow.discard(state.digest)
+            if state.digest in self._said_to_follow:
+                self._said_to_follow.remove(state.digest)
+                self._store.clear_after_discarded(state.digest)
             return
         if len(self._said_to_follow) < _MOST_DISCARDED:
             self._said_to_follow.add(state.digest)  # so that what follows it is refused, too, until somebody says that it follows another state
@@ -129,11 +151,17 @@ class Reports:
         return set(digests) - self._discarded
 
     def discard(self, digests: Collection[str]) -> None:
-        """Forget these states, and all that descend from them, for good. The head's chain may be another then."""
+        """Forget these states for good, and all that are said to descend from them until somebody says otherwise. The head's chain may be another then."""
         for digest in sorted(digests):
-            for gone in (*(state.digest for state in self._remove(digest)), digest):
-                self._discarded.add(gone)
-                self._store.discard(gone)
+            gone = {state.digest for state in self._remove(digest)}
+            for follower in sorted(gone - {digest}):
+                self._said_to_follow.add(follower)
+                self._store.set_after_discarded(follower)
+            self._discarded.add(digest)
+            self._store.discard(digest)
+            if self._countersigned in gone:
+                self._countersigned = ""
+                self._store.set_countersigned("")
 
     def _remove(self, *digests: str) -> list[State]:
         gone, moved = self.tree.remove(*digests)

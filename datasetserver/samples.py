@@ -43,6 +43,8 @@ def _parse_shard_epoch(item: str, indices: list[int], samples: Callable[[ShardEp
     last = max(indices)
     if last >= samples((epoch, shard)):
         raise Refused(422, "no_such_sample", f"The dataset has no sample {item}:{last}.", "Check which run this is.")
+    if len(indices) == 1:  # 200,000 keys, each of another shard epoch, took 1.1 s
+        return (epoch, shard), 1 << last
     digits = bytearray(b"0") * (last + 1)  # half the time of adding up numbers of 256 bits
     for index in indices:
         digits[index] = _ONE

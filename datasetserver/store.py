@@ -24,6 +24,7 @@ CREATE TABLE IF NOT EXISTS state (digest TEXT PRIMARY KEY, parent TEXT, round IN
 CREATE TABLE IF NOT EXISTS bridge (digest TEXT PRIMARY KEY, ancestor TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS place (reporter TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS after_discarded (digest TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS countersigned (name TEXT PRIMARY KEY, digest TEXT) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS wrong_state
     (accused TEXT, owner TEXT, digest TEXT, round INT, why_left TEXT, PRIMARY KEY (accused, owner)) WITHOUT ROWID;
@@ -42,6 +43,7 @@ _KEYS = {
     "bridge": (0,),
     "place": (0,),
     "discarded": (0,),
+    "after_discarded": (0,),
     "countersigned": (0,),
     "wrong_state": (0, 1),
     "peer_token": (0,),
@@ -58,12 +60,17 @@ class Store:
         self._db, self._shards = db, shards
         self._changed: dict[str, dict[tuple, tuple]] = {table: {} for table in _KEYS}
         self._ended_leases: list[str] = []
+        self._gone_contributions: list[tuple[str, int]] = []
         self._gone_states: list[str] = []
+        self._cleared: list[str] = []
 
     def flush(self) -> None:
         """Write what has changed since the last time. Raises sqlite3.Error."""
         for table in ("state", "bridge"):  # first, for one that is gone may have been reported again since
             self._delete(table, "digest", self._gone_states)
+        self._delete("after_discarded", "digest", self._cleared)
+        for table in ("contribution", "contribution_unit", "vouched", "charged") if self._gone_contributions else ():
+            self._db.executemany(f"DELETE FROM {table} WHERE peer = ? AND number = ?", self._gone_contributions)
         for table, rows in self._changed.items():
             for some in _parts(list(rows.values())):
                 row = f"({', '.join('?' * len(some[0]))})"
@@ -71,7 +78,9 @@ class Store:
             rows.clear()
         self._delete("lease", "id", self._ended_leases)
         self._ended_leases.clear()
+        self._gone_contributions.clear()
         self._gone_states.clear()
+        self._cleared.clear()
 
     def _delete(self, table: str, column: str, keys: list[str]) -> None:
         for some in _parts(keys):
@@ -126,6 +135,13 @@ class Store:
         """All but its shard epochs, which never change."""
         self._put("contribution", contribution.peer, contribution.number, int(contribution.live), contribution.repeated)
 
+    def remove_contribution(self, contribution: Contribution) -> None:
+        for table in ("contribution", "vouched", "charged"):
+            self._changed[table].pop(contribution.id, None)
+        for uid in contribution.shard_epochs:
+            self._changed["contribution_unit"].pop((*contribution.id, *uid), None)
+        self._gone_contributions.append(contribution.id)
+
     def set_owner(self, contribution: Contribution) -> None:
         """Who answers for its receipt, or for what was registered without a lease."""
         self._put("vouched", contribution.peer, contribution.number, contribution.vouched)
@@ -167,6 +183,17 @@ class Store:
 
     def discard(self, digest: str) -> None:
         self._put("discarded", digest)
+
+    def after_discarded(self) -> set[str]:
+        """Digests of the states that went with a discarded one, as they were said to descend from it."""
+        return {digest for (digest,) in self._db.execute("SELECT digest FROM after_discarded")}
+
+    def set_after_discarded(self, digest: str) -> None:
+        self._put("after_discarded", digest)
+
+    def clear_after_discarded(self, digest: str) -> None:
+        self._changed["after_discarded"].pop((digest,), None)
+        self._cleared.append(digest)
 
     def countersigned(self) -> str:
         """Digest of the state that was countersigned last; '' for none."""

@@ -16,6 +16,8 @@ from swarm.digest import ELDER_CHARACTERS
 ContributionId = tuple[str, int]
 """A peer and the number of its contribution."""
 _FEWEST_COUNTED = 64
+_STEPS_OF_AN_ANCESTOR = 16
+"""1.8 us, and 0.1 for one state of a list."""
 _MOST_LATE = 1024
 """Rounds after which a report is late for sure: a header names 512. Else one report of round 1 would walk through all of a run's."""
 
@@ -25,7 +27,8 @@ class State:
     """A final state; `members` are (peer, number, samples) of the contributions averaged into it, `reporters` who told us.
 
     bridge: the ancestor we take it to have while its parent is unknown to us; '': none; None: not decided, or not needed. owners: how many the reporters
-    have. counted: the samples that the ledger counts in it and its ancestors. gaps: how many of these have an unknown parent.
+    have. own: the samples that its members add, as the ledger counts them; counted: its own and those of its ancestors. gaps: how many of these have
+    an unknown parent.
     standing: who stands on it, by the last that each told us; each is in one state only.
     """
 
@@ -38,6 +41,7 @@ class State:
     bridge: str | None = None
     standing: set[str] = field(default_factory=set)
     owners: int = 1
+    own: int = 0
     counted: int = 0
     gaps: int = 0
 
@@ -72,6 +76,8 @@ class StateTree:
         self.moves: dict[str, str] = {}
         """What has changed in that, for whoever keeps it; '': it stands nowhere any more."""
         self.head: State | None = None
+        self.steps = 0
+        """How many states were looked at for what counts in an earlier one already. Of what the honest report that is none."""
 
     def get(self, digest: str) -> State | None:
         return self._states.get(digest)
@@ -102,11 +108,12 @@ class StateTree:
         self._leave_what_all_have_left()
 
     def outweighs(self, state: State) -> bool:
-        """Whether `state`, another story of a digest that is known, counts more than the one that we have."""
+        """Whether more owners tell `state`, another story of a digest that is known, than the one that we have, or as many and it counts more."""
         known = self._states[state.digest]
         likely = self._likely_ancestor(state) if self.has_gap(state) else ""
-        counted, gaps = self._weigh(state, self._parent(state) or self._states.get(likely))
-        return (counted, -gaps) > (known.counted, -known.gaps)
+        ancestor = self._parent(state) or self._states.get(likely)
+        counted, gaps = self._weigh(state, ancestor, self._own_count(state, ancestor))
+        return (state.owners, counted, -gaps) > (known.owners, known.counted, -known.gaps)
 
     def replace(self, state: State) -> list[State]:
         """Take this story of a state in place of the one before; returns the states whose ancestor may be another by that."""
@@ -119,9 +126,29 @@ class StateTree:
         return [*self.children(state.digest), *moved]
 
     def count_again(self, pair: ContributionId) -> None:
-        """A contribution was registered after a state that has it was reported."""
-        if digests := self._having.get(pair):
-            self._count_from(*(self._states[digest] for digest in digests))
+        """A contribution was registered after states that have it were reported: it counts in the first of each lineage.
+
+        Nothing else is counted anew: a liar may name another's next contribution in a thousand states.
+        """
+        having = set(self._having.get(pair, ()))
+        after: set[str] = set()
+        for one in self._descendants(self._states[digest] for digest in having):
+            ancestor = self._ancestor(one)
+            earlier = ancestor is not None and ancestor.digest in after
+            if one.digest in having and not earlier:
+                one.own += next(self._count_of((peer, number), samples) for peer, number, samples in one.members if (peer, number) == pair)
+            if one.digest in having or earlier:
+                after.add(one.digest)
+            one.counted, _ = self._weigh(one, ancestor, one.own)
+            self._prefer_live(one)
+
+    def is_told(self, pair: ContributionId) -> bool:
+        """Whether a state that we know has this contribution."""
+        return pair in self._having
+
+    def last_round_of(self, pair: ContributionId) -> int:
+        """Of the states that have this contribution; 0 where none has."""
+        return max((self._states[digest].round for digest in self._having.get(pair, ())), default=0)
 
     def stood(self, places: Iterable[tuple[str, str]]) -> None:
         """Where each reporter stood, as it was kept: the states alone do not say in which order they were told."""
@@ -330,28 +357,37 @@ class StateTree:
         """Count states anew, and with them all that descend from them; usually it is the newest one, and nothing does."""
         fell = False
         for one in self._descendants(states):
-            before = one.counted
-            one.counted, one.gaps = self._weigh(one, self._ancestor(one))
+            before, ancestor = one.counted, self._ancestor(one)
+            one.own = self._own_count(one, ancestor)
+            one.counted, one.gaps = self._weigh(one, ancestor, one.own)
             fell = fell or one.counted < before
-            if self.head is None or (one.counted >= self.head.counted and self._is_live(one)):
-                self._prefer(one)
+            self._prefer_live(one)
         if fell:
             self.head = self._best()
 
-    def _weigh(self, state: State, ancestor: State | None) -> tuple[int, int]:
-        """Counted samples and gaps of a state on top of `ancestor`."""
+    def _prefer_live(self, state: State) -> None:
+        if self.head is None or (state.counted >= self.head.counted and self._is_live(state)):
+            self._prefer(state)
+
+    def _weigh(self, state: State, ancestor: State | None, own: int) -> tuple[int, int]:
+        """Counted samples and gaps of a state that adds `own` on top of `ancestor`."""
         counted, gaps = (ancestor.counted, ancestor.gaps) if ancestor else (0, 0)
-        return counted + self._own_count(state, ancestor), gaps + self.has_gap(state)
+        return counted + own, gaps + self.has_gap(state)
+
+    def _count_of(self, pair: ContributionId, samples: int) -> int:
+        """Of a member that is said to have `samples`: no more than it registered, nor than two rounds have."""
+        return min(samples, self._registered(pair), self._most or samples)
 
     def _own_count(self, state: State, ancestor: State | None) -> int:
-        """What its members add: of each no more than it registered, nor than two rounds have, and nothing that an ancestor has."""
-        counts = {(peer, number): min(samples, self._registered((peer, number)), self._most or samples) for peer, number, samples in state.members}
+        """What its members add: nothing that an ancestor has."""
+        counts = {(peer, number): self._count_of((peer, number), samples) for peer, number, samples in state.members}
         counts = {pair: count for pair, count in counts.items() if count}  # who reports may name 512 that nobody registered
         return sum(counts.values()) - sum(counts[pair] for pair in self._earlier(state, counts, ancestor))
 
     def _earlier(self, state: State, pairs: Iterable[ContributionId], ancestor: State | None) -> set[ContributionId]:
         """Those of `pairs` that `ancestor`, or one before it, has. The chain is walked once for all of them, and only as far back as one of them is."""
         others = {pair: [digest for digest in self._having.get(pair, ()) if digest != state.digest] for pair in pairs}
+        self.steps += sum(map(len, others.values()))
         first = min((self._states[digest].round for some in others.values() for digest in some), default=None)
         if first is None:
             return set()
@@ -359,6 +395,7 @@ class StateTree:
         while ancestor is not None and ancestor.round >= first:
             chain.add(ancestor.digest)
             ancestor = self._ancestor(ancestor)
+        self.steps += _STEPS_OF_AN_ANCESTOR * len(chain)
         return {pair for pair, some in others.items() if not chain.isdisjoint(some)}
 
     def _forget(self, state: State) -> None:

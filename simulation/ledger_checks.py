@@ -54,11 +54,15 @@ class LedgerChecks:
             is_known = (peer, number) in book._contributions
             contribution = contribute(peer, number, keys, offered=offered)
             again = {} if is_known or offered else {uid: mask & ~contribution.shard_epochs.get(uid, 0) for uid, mask in _masks_of(keys).once.items()}
-            if foreign := _keys_of({uid: mask & ~self._shared[uid] for uid, mask in again.items()}):
+            if foreign := _keys_of({uid: mask & ~self._allowed(book, uid) for uid, mask in again.items()}):
                 self._checks.breach(f"contribution {number} of {peer[-6:]} is registered with sample {foreign[0]}, which somebody else has")
             return contribution
 
         book.lease, book.contribute = leased, contributed
+
+    def _allowed(self, book: Book, uid: ShardEpochId) -> int:
+        """What a peer may hold, and others have: copies, and what counts by the word of one owner alone."""
+        return self._shared[uid] | union(book._contributions[pair].shard_epochs.get(uid, 0) for pair in book.unsure)
 
     def look(self, book: Book) -> None:
         """After a commit: what it changed, and now and then all of it."""
@@ -88,7 +92,7 @@ class LedgerChecks:
         for item in book.shard_epochs.known():
             masks = item.counted, item.pending, counted.once.get(item.uid, 0), pending.once.get(item.uid, 0)
             if item.holders or self._whole.get(item.uid) != masks:
-                self._shard_epoch(item, *masks[2:])
+                self._shard_epoch(book, item, *masks[2:])
                 self._whole[item.uid] = masks
         if twice := _keys_of(pending.twice):
             self._checks.breach(f"sample {twice[0]} waits in two contributions")
@@ -106,13 +110,13 @@ class LedgerChecks:
             self._checks.breach(f"the ledger has {samples} samples in contribution {pair[1]} of {pair[0][-6:]}, which has {len(keys)}")
         self._right[pair] = dict(masks), contribution.repeated
 
-    def _shard_epoch(self, item: ShardEpoch, counted: int, pending: int) -> None:
+    def _shard_epoch(self, book: Book, item: ShardEpoch, counted: int, pending: int) -> None:
         """counted, pending: masks of its samples in contributions."""
         epoch, shard = item.uid
         for mask, known, name in ((item.counted, counted, "counted"), (item.pending, pending, "pending")):
             if mask & ~known:
                 self._checks.breach(f"samples of {epoch}:{shard} are {name} without a contribution")
-        if foreign := _keys_of({item.uid: item.counted & item.held & ~self._shared[item.uid]}):
+        if foreign := _keys_of({item.uid: item.counted & item.held & ~self._allowed(book, item.uid)}):
             self._checks.breach(f"sample {foreign[0]} is counted, and leased to be trained once more")
         missing = counted & ~item.counted | pending & ~(item.pending | item.counted)
         if missing or item.counted & item.pending:

@@ -18,11 +18,11 @@ class Budget:
         self._counted = now
         return self._left < 1
 
-    def take(self) -> bool:
-        """Whether there is one left; it is spent then."""
+    def take(self, amount: float = 1.0) -> bool:
+        """Whether there is one left; then `amount` is spent, what is more than there was of what comes next."""
         if self.is_spent:
             return False
-        self._left -= 1
+        self._left -= amount
         return True
 
 
@@ -36,9 +36,9 @@ class Budgets:
     def is_spent(self, whose: Hashable) -> bool:
         return whose in self._of and self._of[whose].is_spent
 
-    def take(self, whose: Hashable) -> bool:
+    def take(self, whose: Hashable, amount: float = 1.0) -> bool:
         budget = self._of.pop(whose, None) or Budget(*self._terms, self._clock)
         self._of[whose] = budget
         if len(self._of) > self._most:
             del self._of[next(iter(self._of))]
-        return budget.take()
+        return budget.take(amount)

@@ -24,6 +24,8 @@ MOST_HEADER_CHARACTERS = 64 << 10
 MOST_CHUNKS = 5120
 """Of 4 MiB: a state of 20 GiB, as SDXL has with momentum. Header and hashes fit into one message to the trainer (320 KiB)."""
 _HASH_BYTES = 32
+_MOST_ROUND = 1 << 53
+"""What the ledger's database takes ends at 2^63."""
 MOST_BEHIND = 2
 """How many rounds after such a state the head may be: as many states more the peers keep (`transfer/disk.py`). What is older is left to the host."""
 
@@ -61,7 +63,7 @@ class WrongState:
         number = said[2]
         if said[:2] != (run.digest, group_of(proof)) or self.accused not in reducers_of(proof):
             return None
-        return number if type(number) is int and number > 0 else None
+        return number if type(number) is int and 0 < number <= _MOST_ROUND else None
 
 
 def group_of(proof: WrongMean) -> str:

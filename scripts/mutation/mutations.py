@@ -196,9 +196,8 @@ MUTATIONS = (
     Mutation(
         "late_count_leaves_leases",
         "a contribution that was withdrawn and counts after all leaves its samples with those who leased them since",
-        "            if not contribution.live:  # withdrawn, and in a state after all: whoever leased these samples since must not train them\n"
         "                self._strip(uid, mask)\n",
-        "",
+        "                pass\n",
         under="datasetserver/book.py",
     ),
     Mutation(

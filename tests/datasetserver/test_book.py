@@ -582,6 +582,188 @@ def test_who_is_the_first_to_report_a_state_cannot_say_that_it_holds_nothing_of_
         assert book.tree.get(digest("child")).gaps == 0
 
 
+def of_three_owners(db, clock, **options):
+    """alice, bob and mallory, who has a second peer."""
+    book, tokens = open_book(db, clock, **options), {"a", "b", "m"}
+    for peer, token in (("alice", "a"), ("bob", "b"), ("mallory", "m"), ("mallory2", "m")):
+        book.admit(peer, Sender(token, tokens))
+    return book
+
+
+def a_round_and_a_lie(book):
+    """Two honest contributions, the true story of the first round, and another that counts two samples more, by a round that mallory made up."""
+    held = {peer: keys(book.lease(peer, 1)) for peer in ("alice", "bob", "mallory", "mallory2")}
+    for peer, some in held.items():
+        book.contribute(peer, 1, some[:3] if peer in ("alice", "bob") else some[:1])
+    true = state("one", None, 1, 6, ("alice", 1, 3), ("bob", 1, 3))
+    made_up = state("made up", None, 1, 7, ("alice", 1, 3), ("bob", 1, 3), ("mallory", 1, 1))
+    return true, made_up, state("one", "made up", 2, 8, ("mallory2", 1, 1))
+
+
+def test_what_two_owners_tell_of_a_state_no_third_tells_otherwise(db, clock):
+    """Else one member put a state of its own before the honest ones, and had all of them discarded with it."""
+    book = of_three_owners(db, clock)
+    true, made_up, lie = a_round_and_a_lie(book)
+    for peer in ("alice", "bob"):
+        book.add_final(replace(true, reporters=[]), peer)
+    book.add_final(made_up, "mallory")
+    with refusal("contradiction"):
+        book.add_final(lie, "mallory2")
+    assert book.tree.get(true.digest).equals(true)
+
+
+@pytest.mark.parametrize("first", ["true", "lie"])
+def test_of_two_stories_the_one_that_more_owners_tell_is_kept(db, clock, first):
+    book = of_three_owners(db, clock)
+    true, made_up, lie = a_round_and_a_lie(book)
+    book.add_final(made_up, "mallory")
+    if first == "true":
+        book.add_final(replace(true, reporters=[]), "alice")
+        assert book.add_final(replace(lie, reporters=[]), "mallory2").equals(lie)
+    else:
+        book.add_final(replace(lie, reporters=[]), "mallory2")
+        with refusal("contradiction"):
+            book.add_final(replace(true, reporters=[]), "alice")
+    with refusal("contradiction"):
+        book.add_final(replace(true, reporters=[]), "alice")
+    book.add_final(replace(true, reporters=[]), "bob")
+    for one in (book, reopen(book, db, clock)):
+        assert one.tree.get(true.digest).equals(true) and set(one.tree.get(true.digest).reporters) == {"alice", "bob"}
+    with refusal("contradiction"):
+        book.add_final(replace(lie, reporters=[]), "mallory")
+    for number in range(40):
+        book.add_final(state(f"s{number}", "one", 2, 7, ("nobody", number, 1)), "mallory")
+        with refusal("contradiction"):
+            book.add_final(state(f"s{number}", "one", 2, 6, ("nobody", number, 0)), "mallory")
+    assert max(map(len, book._reports._untaken.values())) == 16
+
+
+def test_what_was_said_to_follow_a_discarded_state_comes_back_when_it_is_reported_as_it_is(db, clock):
+    orders = []
+    book = of_three_owners(db, clock, discarded=lambda: orders)
+    true, made_up, lie = a_round_and_a_lie(book)
+    book.add_final(made_up, "mallory")
+    book.add_final(lie, "mallory2")
+    for peer in ("alice", "bob"):
+        with refusal("contradiction"):
+            book.add_final(state("two", "one", 1, 9, ("nobody", 1, 0)), peer)
+    orders.append(made_up.digest)
+    book.sweep()
+    assert book.tree.head is None
+    with refusal("discarded"):
+        reopen(book, db, clock).add_final(state("two", "one", 2, 6, ("nobody", 1, 0)), "bob")
+    assert book.add_final(replace(true, reporters=[]), "alice").equals(true)
+    again = reopen(book, db, clock)
+    assert again.add_final(state("two", "one", 2, 6, ("nobody", 1, 0)), "bob").equals(true) and len(list(again.tree)) == 2
+
+
+def test_a_state_that_was_countersigned_and_goes_with_a_discarded_one_keeps_no_other_from_it(db, clock):
+    book = of_three_owners(db, clock)
+    for number, parent in ((1, None), (2, "s1")):
+        mine = keys(book.lease("alice", 1))
+        book.contribute("alice", number, mine)
+        for peer in ("alice", "bob"):
+            book.add_final(state(f"s{number}", parent, number, number * 3, ("alice", number, 3)), peer)
+    assert book.countersign() == digest("s2")
+    book.discard([digest("s1")])
+    for peer in ("alice", "bob"):
+        book.add_final(state("new", None, 1, 3, ("alice", 1, 3)), peer)
+    for one in (book, reopen(book, db, clock)):
+        assert one.countersign() == digest("new")
+
+
+def test_on_one_owners_word_nobody_loses_what_he_leased(db, clock):
+    """A sample of each shard that the others hold, registered, withdrawn and put into a made-up state: all their work of a round was refused."""
+    book = of_three_owners(db, clock)
+    grant = book.lease("mallory", 11)
+    trap = keys(grant)[:1]
+    book.contribute("mallory", 1, trap)
+    book.release(NO_LEASE, "mallory", trap)
+    book.release(grant.lease_id, "mallory", None)
+    held = keys(book.lease("alice", 11))
+    assert trap[0] in held
+    book.add_final(state("made up", None, 1, 1, ("mallory", 1, 1)), "mallory")
+    assert book.counted_samples == 1
+    ours = [key for key in held if key.rpartition(":")[0] == trap[0].rpartition(":")[0]]
+    contribution = book.contribute("alice", 1, ours)
+    assert (contribution.samples, contribution.repeated) == (len(ours) - 1, 1)
+    for one in (book, reopen(book, db, clock)):
+        one.add_final(state("one", None, 1, len(ours), ("alice", 1, len(ours))), "alice")
+        assert (one.counted_samples, one.shard_epochs.totals()["counted"]) == (len(ours), len(ours) - 1)
+
+
+def test_once_two_owners_tell_of_a_withdrawn_contribution_its_samples_are_nobody_elses(db, clock):
+    book = of_three_owners(db, clock)
+    mine = keys(book.lease("alice", 1))
+    book.contribute("alice", 1, mine)
+    clock.now += 121
+    assert keys(book.lease("bob", 1)) == mine
+    book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "alice")
+    assert book.unsure
+    for one in (book, reopen(book, db, clock)):
+        one.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), "bob")
+        assert not one.unsure
+        with refusal("not_held"):
+            one.contribute("bob", 1, mine)
+
+
+def test_of_what_one_owners_peers_registered_and_gave_back_the_first_is_forgotten(db, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.book._MOST_WITHDRAWN", 4)
+    book = of_three_owners(db, clock)
+    told = keys(book.lease("mallory2", 1))
+    book.contribute("mallory2", 1, told)
+    book.add_final(state("a", None, 1, 3, ("mallory2", 1, 3)), "mallory2")
+    book.add_final(state("b", None, 1, 4, ("mallory2", 1, 3), ("mallory", 1, 1)), "mallory")
+    for number in range(1, 41):
+        mine = keys(book.lease("mallory", 1))[:1]
+        book.contribute("mallory", number, mine)
+        book.release(NO_LEASE, "mallory", mine)
+        if number in (7, 20):
+            book.save()
+    for one in (book, reopen(book, db, clock)):
+        numbers = sorted(number for peer, number in one._contributions if peer == "mallory")
+        assert numbers[0] == 1 and len(numbers) <= 6 and numbers[-4:] == [37, 38, 39, 40], "a state has the first"
+    rows = db.execute("SELECT COUNT(*) FROM contribution_unit WHERE peer = 'mallory'").fetchone()
+    assert rows[0] == len(numbers)
+    with refusal("withdrawn"):
+        book.contribute("mallory", 40, mine)
+    book.contribute("mallory", 5, keys(book.lease("mallory", 1))[:1])  # forgotten, and comes again before it is written
+    assert reopen(book, db, clock)._contributions["mallory", 5].live
+
+
+def test_registrations_that_send_the_run_from_branch_to_branch_are_bounded_too(db, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.book._COSTLY_AT_ONCE", 6)
+    book = of_three_owners(db, clock)
+    before = final(book, 1, None, 1, 0)
+    for name, start, reporter in (("left", 0, "mallory"), ("right", 100, "mallory2")):
+        members = [(f"mallory{number}", start + 2, 1) for number in range(3, 40)]
+        book.add_final(state(name, "alice1", 2, before + len(members), *members), reporter)
+    for number in range(3, 40):
+        book.admit(f"mallory{number}", Sender("m", {"a", "b", "m"}))
+    with refusal("too_many_branches"):
+        for number in range(3, 40):
+            for start in (0, 100) if number % 2 else (100, 0):
+                book.contribute(f"mallory{number}", start + 2, ["0:0:0"], offered=True)
+    book.contribute("bob", 1, keys(book.lease("bob", 1)))
+
+
+def test_keys_of_very_many_shard_epochs_are_bounded(db, clock, monkeypatch):
+    monkeypatch.setattr("datasetserver.book._SHARD_EPOCHS", 10)
+    book = of_three_owners(db, clock)
+    far = [sample_key(epoch, 0, 0) for epoch in range(320)]
+    assert book.release("no such lease", "mallory", far) == 0
+    for _ in range(2):
+        assert book.release(NO_LEASE, "mallory", far) == 0
+    with refusal("too_many_branches"):
+        book.release(NO_LEASE, "mallory", far)
+    clock.now += 600
+    with refusal("no_such_sample"):
+        book.release(NO_LEASE, "mallory", [*far, *far, "0:0:99"])
+    with refusal("too_many_branches"):
+        book.contribute("mallory2", 1, far[:1])
+    book.contribute("alice", 1, keys(book.lease("alice", 1)))
+
+
 def test_a_state_whose_true_story_came_second_is_the_same_after_a_restart(db, clock, book):
     before = final(book, 1, None, 1, 0)
     mine = keys(book.lease("alice", 4))
@@ -912,8 +1094,31 @@ def test_a_contribution_that_many_states_of_a_chain_have_counts_each_of_them_onc
         book.add_final(state(f"m{number}", f"m{number - 1}" if number > 1 else None, number, 30 * number, *made_up), "mallory0")
     weighed, weigh = [], book.tree._weigh
     monkeypatch.setattr(book.tree, "_weigh", lambda *asked: weighed.append(asked) or weigh(*asked))
+    monkeypatch.setattr(book.tree, "_own_count", lambda *asked: pytest.fail("what its members add is looked up anew"))
     book.contribute("mallory0", 1, ["0:0:0"], offered=True)
     assert len(weighed) == 30 and book.counted_samples == 1
+    assert {one.counted for one in book.tree} == {1} and sorted(one.own for one in book.tree) == 29 * [0] + [1]
+
+
+def test_what_is_registered_late_counts_once_in_each_lineage(db, clock, book):
+    before = final(book, 1, None, 1, 0)
+    mine, more = keys(book.lease("bob", 4)), keys(book.lease("carol", 3))
+    bobs, carols = ("bob", 1, len(mine)), ("carol", 1, len(more))
+    for name, parent, members in (
+        ("left", "alice1", [bobs]),
+        ("left2", "left", [bobs]),
+        ("right", "alice1", [carols]),
+        ("right2", "right", [bobs]),
+        ("right3", "right2", [bobs]),
+    ):
+        of = book.tree.get(digest(parent))
+        book.add_final(state(name, parent, of.round + 1, of.samples + sum(samples for *_, samples in members), *members), "bob")
+    book.contribute("carol", 1, more)
+    book.contribute("bob", 1, mine)
+    counted = {one.digest: (one.own, one.counted) for one in book.tree}
+    again = reopen(book, db, clock)
+    assert {one.digest: (one.own, one.counted) for one in again.tree} == counted
+    assert counted[digest("left2")] == (0, before + len(mine)) and counted[digest("left")] == (len(mine), before + len(mine))
 
 
 def test_another_story_of_a_state_leads_in_no_circle(book):

@@ -59,6 +59,7 @@ def lies(proof):
         "nested too deep": of_header(nested),
         "a round that is none": wrong_state(proof, round=True),
         "a negative round": wrong_state(proof, round=-3),
+        "a round that no database takes": wrong_state(proof, round=10**30),
     }
 
 
