@@ -46,7 +46,7 @@ class ExportConfig:
     model_config: str = option("", "For a .safetensors --model: diffusers folder or Hub id whose configs it is read with.")
     token: str = option("", "With a URL: what the host gave you; better in the environment, as DD_TOKEN.")
     host_key: str = option("", "With a URL: the host's key, to be sure that it is its run.")
-    wait_seconds: float = option(120.0, "With a URL: give up when nobody has given the state after N seconds.")
+    wait_seconds: float = option(120.0, "With a URL: give up when no peer or helper has given the whole state after N seconds; a full model needs more.")
 
 
 def main(argv: Sequence[str]) -> None:

@@ -112,7 +112,8 @@ class FirstState:
             await end_tasks(finding)
         raise UserError(
             f"Nobody gave a state of the run '{self._run.run_name}' within {seconds:.0f} s.",
-            fix="Try again while a peer trains or assists; a folder that one kept works without them (--state FOLDER).",
+            fix="Give a long download more time, --wait_seconds 7200, or try again while a peer trains or assists; "
+            "a folder that one kept works without them (--state FOLDER).",
             code=ExitCode.NETWORK,
         )
 
