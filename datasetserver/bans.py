@@ -24,7 +24,6 @@ from swarm.signing import HostKey
 
 VERBS = ("ban", "unban", "trust", "distrust", "members")
 _DONE = {"ban": "banned", "unban": "let in again", "trust": "trusted to lead and to average", "distrust": "no longer trusted"}
-_LOCK = "run_bans.lock"
 _SHORTEST_ENDING = 6
 """Characters of a peer's id, as log lines show them."""
 
@@ -100,7 +99,7 @@ def say(
 ) -> HostWord:
     """Put the word about a peer or a state into the file, and return it. Raises UserError when there is no room for it or the disk does not take it."""
     try:
-        with files.locked(work_dir / _LOCK):  # the server says words, too
+        with files.locked(work_dir):  # the server says words, too
             return _said(work_dir, run, about, banned, trusted, reason, clock)
     except OSError as error:
         raise work_folder.unwritable(work_dir, error, "Check --work_dir.") from None

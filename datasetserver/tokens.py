@@ -7,9 +7,7 @@ he has, and that came with no other token before (`owners.py`).
 """
 
 import contextlib
-import fcntl
 import logging
-import os
 import re
 import secrets
 import sys
@@ -193,11 +191,7 @@ def _write(path: Path, holders: dict[str, Holder]) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """One change at a time, told by a lock on the folder. Raises UserError when it cannot be written in."""
     try:
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
+        with files.locked(path.parent):
             yield
-        finally:
-            os.close(folder)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}.", fix="Choose another --tokens.", code=ExitCode.DISK) from None

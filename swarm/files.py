@@ -123,11 +123,17 @@ def raise_open_limit() -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep other processes from what this file stands for, which is made; waits while another has it. Raises OSError."""
-    with path.open("w") as lock:
+def locked(folder: Path) -> Iterator[None]:
+    """One change in the folder at a time; waits while another process has it. Raises OSError.
+
+    The folder itself is locked: a file that root made for it would keep out who owns the folder.
+    """
+    lock = os.open(folder, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def lock_folder(folder: Path) -> TextIO:
