@@ -76,7 +76,7 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
             if not form.safetensors:
                 _as_pickle(folder)
         (folder / NAME).write_text(json.dumps(_values(about), indent=2), encoding="utf-8")
-        write_card(folder, about)
+        write_card(folder, about, ".safetensors" if form.safetensors else ".bin")
         tidy(folder)
 
 
