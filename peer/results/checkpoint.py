@@ -72,10 +72,11 @@ class Checkpoints:
         log.info("saved %s %s", target, " ".join(f"{name}={value}" for name, value in about.items()))
         return target
 
-    def load(self, wanted: str) -> tuple[Path, dict[str, Any]] | None:
+    def load(self, wanted: str, *, fix: str = "Start without --resume_from_checkpoint.") -> tuple[Path, dict[str, Any]] | None:
         """The state of checkpoint `wanted`, a folder or 'latest'; for a damaged one the newest good one before it, with a warning.
 
-        None when 'latest' was asked for and there is none at all. Raises UserError when there is no such folder, or no good one.
+        None when 'latest' was asked for and there is none at all. Raises UserError when there is no such folder, or no good one;
+        fix: what to do then.
         """
         folder, paths = self._folder, self.paths()
         if wanted != "latest":
@@ -92,7 +93,7 @@ class Checkpoints:
                 log.warning("damaged checkpoint=%s because %s; trying the one before", path, damage)
         if not paths:
             return None
-        raise UserError(f"No checkpoint in {folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
+        raise UserError(f"No checkpoint in {folder} is whole.", fix=fix, code=ExitCode.DISK)
 
     def asked_for(self, wanted: str, run: RunConfig | None) -> tuple[Path, dict[str, Any]] | None:
         """`wanted` as --resume_from_checkpoint has it; run: the swarm's, None alone.

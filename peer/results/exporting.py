@@ -170,7 +170,7 @@ def _checkpoint(given: Path) -> Path | None:
 
 def _read(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """`checkpoint`, or for a damaged one the one before; and what was trained, without the moments, which take twice as much memory."""
-    loaded = Checkpoints(checkpoint.parent, keep=1).load(str(checkpoint))
+    loaded = Checkpoints(checkpoint.parent, keep=1).load(str(checkpoint), fix="Give a result or a final state with --state.")
     assert loaded is not None
     return loaded[0], {name: loaded[1].get(name) for name in ("params", "average")}
 

@@ -142,6 +142,13 @@ def test_a_checkpoint_is_exported_the_newest_the_one_named_and_for_a_damaged_one
     assert not list(tmp_path.glob(".exporting-*"))
 
 
+def test_where_all_checkpoints_are_damaged_the_way_out_is_one_that_dd_export_has(trained, tmp_path):
+    for path in trained[0].glob("checkpoint-*"):
+        (path / "tensors.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"No checkpoint in .* is whole\. Give a result or a final state with --state\.$"):
+        export.main(["--state", str(trained[0]), "--out", str(tmp_path / "out")])
+
+
 def test_of_a_run_with_a_moving_average_that_is_exported(trained, tmp_path):
     folder, vectors = trained
     params = {"text_encoder.learned_embeds": torch.nn.Parameter(vectors.clone())}
