@@ -10,7 +10,7 @@ import torch
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, parts_of
 from peer.launch.launch import Launch
-from peer.launch.starting_model import load_model
+from peer.launch.starting_model import load_model, locate_for
 from peer.loop.fused import check_fused
 from peer.loop.optim import build_optimizer, check_here
 from peer.loop.rounding import RoundingOptimizer
@@ -58,7 +58,9 @@ def build_learner(launch: Launch, own_id: str) -> tuple[Learner, Method]:
     windows = any(launch.group.gather(turned))  # all ranks draw alike; one with turns draws a window
     method = _method(launch)
     placed = _placed(launch, method, turned, swapped)
-    prior = prepare(placed.model, run, peer, placed.precision, launch.group, launch.stopping) if peer.with_prior_preservation else None
+    prior = None
+    if peer.with_prior_preservation:
+        prior = prepare(placed.model, run, peer, placed.precision, launch.group, launch.stopping, locate_for(run, launch.given))
     params = _attach(method, placed, peer, device)
     launch.group.broadcast_(list(params.values()))
     caches = _caches(launch, placed, params)

@@ -41,7 +41,7 @@ from peer.machine.ipex import Ipex, check_ipex
 from peer.machine.profiling import Profiler, profile_folder
 from peer.machine.trial_of_speed import Trial
 from peer.results.checkpoint import Checkpoints
-from peer.results.output_folder import Owner, claim, folder_id, lock
+from peer.results.output_folder import Owner, claim, folder_id, lock, mark
 from peer.results.writer import Results
 from peer.rooms import load_part
 from peer.samples.buckets import Buckets
@@ -83,6 +83,8 @@ def assemble(launch: Launch) -> tuple[Trainer, Results]:
     results = Results(method, trainer, launch.run_here, launch.peer)
     trainer.occasions = build_occasions(launch, trainer, results, trackers, own_id, source)
     resume(trainer, launch)
+    if launch.group.is_main:
+        mark(launch.output, owner(launch))
     return trainer, results
 
 
@@ -159,22 +161,26 @@ def with_end(launch: Launch, source: Source | None) -> Launch:
     return dataclasses.replace(launch, joined=dataclasses.replace(launch.joined, run=run), end=End(run))
 
 
-def claim_output(launch: Launch) -> None:
-    """Before anything of the run is written, its folder is that of no other run; it says which run it is of, which is all that `dd-export` needs."""
+def owner(launch: Launch) -> Owner:
+    """What this start's folder says of its run, which is all that `dd-export` needs."""
     joined, peer = launch.joined, launch.peer
-    owner = Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
+    return Owner(id=folder_id(joined.run, peer), name=joined.run.run_name, alone=not peer.swarming, about=joined.about())
+
+
+def claim_output(launch: Launch) -> None:
+    """Before anything of the run is written, its folder is that of no other run."""
+    joined, peer = launch.joined, launch.peer
     own = [peer.train_data_dir, *map(str, folders_of(Path(peer.train_data_dir)))] if peer.train_data_dir else []
     needed = (*(value for name in PLACES for value in (getattr(joined.run, name), launch.given.get(name, ""))), *own, peer.class_data_dir)
-    claim(
-        launch.output, owner, wanted=peer.resume_from_checkpoint, used=[Path(place) for place in needed if place and Path(place).exists()]
-    )
+    used = [Path(place) for place in needed if place and Path(place).exists()]
+    claim(launch.output, owner(launch), wanted=peer.resume_from_checkpoint, used=used)
 
 
 def build_checkpoints(launch: Launch, optimizer: torch.optim.Optimizer) -> Checkpoints:
     """Marked with what their contents fit alone: moments fit their optimizer, places in the data fit these data."""
     run, peer = launch.run, launch.peer
     fits = {"run": folder_id(run, peer), "data": peer.own_data_told, "weights": peer.weights, "optimizer": told(innermost(optimizer))}
-    return Checkpoints(launch.output, peer.checkpoints_total_limit, fits)
+    return Checkpoints(launch.output, peer.checkpoints_total_limit, fits, run.to_mapping())
 
 
 def build_trainer(launch: Launch, learner: Learner, source: Source | None, own_id: str) -> tuple[Trainer, Trackers]:

@@ -33,7 +33,8 @@ def _family_of_folder(folder: Path) -> str:
         ) from None
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
-            f"{folder / 'model_index.json'} does not name its pipeline.", fix="Fetch the model again, or name its family with --family."
+            f"{folder / 'model_index.json'} does not name its pipeline.",
+            fix="Fetch the model again, or name it there as diffusers does, by _class_name.",
         ) from None
     family = family_of_pipeline(name)
     if family is None:

@@ -380,14 +380,12 @@ class Trainer:
 
 
 @torch.no_grad()
-def load_params(params: Params, saved: Mapping[str, Tensor]) -> None:
-    """Overwrite `params` in place. Raises UserError naming the first tensor that differs in name or shape."""
+def load_params(params: Params, saved: Mapping[str, Tensor], fix: str = "Give the --model and --method it was made with.") -> None:
+    """Overwrite `params` in place. Raises UserError naming the first tensor that differs in name or shape; fix: what to do then."""
     names = [*params, *(name for name in saved if name not in params)]
     for name in names:
         if name not in params or name not in saved or params[name].shape != saved[name].shape:
-            raise UserError(
-                f"The checkpoint is not of this model: tensor {name} differs.", fix="Give the --model and --method it was made with."
-            )
+            raise UserError(f"The checkpoint is not of this model: tensor {name} differs.", fix=fix)
     for name, parameter in params.items():
         parameter.copy_(saved[name])
 
@@ -401,7 +399,11 @@ def load_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 
 
 def load_result(params: Params, loaded: Mapping[str, Any]) -> None:
-    """Overwrite `params` by what a checkpoint's run would export: their average where one was kept (--use_ema). Raises as `load_params`."""
+    """For `dd-export`: overwrite `params` by what the checkpoint's run would export, their average where one was kept (--use_ema).
+
+    Raises as `load_params`.
+    """
     average = (loaded.get("average") or {}).get("average")
     kept = average and average["optimization_step"]
-    load_params(params, dict(zip(loaded["params"], average["shadow_params"], strict=True)) if kept else loaded["params"])
+    saved = dict(zip(loaded["params"], average["shadow_params"], strict=True)) if kept else loaded["params"]
+    load_params(params, saved, fix="Give the base model it was made with as --model.")

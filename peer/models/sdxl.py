@@ -24,7 +24,10 @@ class SDXL(UNetModel):
         if pipeline.text_encoder is None:
             raise UserError("The model is SDXL's refiner, which has one text encoder.", fix="Give the base model.")
         if pipeline.text_encoder_2 is None:
-            raise UserError("The model does not load as a SDXL pipeline: it has one text encoder.", fix="Fetch it again, or check --family (sdxl).")
+            raise UserError(
+                "The model does not load as a SDXL pipeline: it has one text encoder.",
+                fix="Fetch it again, or check that it is of the family sdxl.",
+            )
         depths = {name: getattr(pipeline, name).config.num_hidden_layers - 1 for name in ("text_encoder", "text_encoder_2")}
         check_clip_skip(run.clip_skip, **depths)
         super().__init__(pipeline, device, run)

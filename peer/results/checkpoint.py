@@ -40,10 +40,11 @@ class Checkpoints:
     """The checkpoints of one output folder; the last `keep` of them stay.
 
     of: what they are of, as plain strings: the run, and what of this start's choice their contents fit alone.
+    options: the run's, as it is sent. The folder's run.json may be of a later start that went on under other options.
     """
 
-    def __init__(self, folder: Path, keep: int, of: Mapping[str, str] | None = None):
-        self._folder, self._keep, self._of = folder, keep, dict(of or {})
+    def __init__(self, folder: Path, keep: int, of: Mapping[str, str] | None = None, options: Mapping[str, Any] | None = None):
+        self._folder, self._keep, self._of, self._options = folder, keep, dict(of or {}), options
 
     def paths(self) -> list[Path]:
         """Oldest first."""
@@ -64,17 +65,18 @@ class Checkpoints:
             save_file(tensors, folder / "tensors.safetensors")
             (folder / "state.json").write_text(json.dumps(tree), encoding="utf-8")
             files = {name: digest_file(folder / name) for name in ("tensors.safetensors", "state.json")}
-            manifest = {"about": dict(about), "of": self._of, "files": files}
+            manifest = {"about": dict(about), "of": self._of, "run": self._options, "files": files}
             (folder / "manifest.json").write_text(json.dumps(manifest | {"digest": digest_json(manifest)}), encoding="utf-8")
         for path in paths[: max(0, len(paths) + 1 - self._keep)]:
             shutil.rmtree(path, ignore_errors=True)
         log.info("saved %s %s", target, " ".join(f"{name}={value}" for name, value in about.items()))
         return target
 
-    def load(self, wanted: str) -> tuple[Path, dict[str, Any]] | None:
+    def load(self, wanted: str, *, fix: str = "Start without --resume_from_checkpoint.") -> tuple[Path, dict[str, Any]] | None:
         """The state of checkpoint `wanted`, a folder or 'latest'; for a damaged one the newest good one before it, with a warning.
 
-        None when 'latest' was asked for and there is none at all. Raises UserError when there is no such folder, or no good one.
+        None when 'latest' was asked for and there is none at all. Raises UserError when there is no such folder, or no good one;
+        fix: what to do then.
         """
         folder, paths = self._folder, self.paths()
         if wanted != "latest":
@@ -91,7 +93,7 @@ class Checkpoints:
                 log.warning("damaged checkpoint=%s because %s; trying the one before", path, damage)
         if not paths:
             return None
-        raise UserError(f"No checkpoint in {folder} is whole.", fix="Start without --resume_from_checkpoint.", code=ExitCode.DISK)
+        raise UserError(f"No checkpoint in {folder} is whole.", fix=fix, code=ExitCode.DISK)
 
     def asked_for(self, wanted: str, run: RunConfig | None) -> tuple[Path, dict[str, Any]] | None:
         """`wanted` as --resume_from_checkpoint has it; run: the swarm's, None alone.
@@ -143,6 +145,12 @@ def about(path: Path) -> dict[str, Any]:
 def of(path: Path) -> dict[str, str]:
     """What the checkpoint at `path` is of; {} where an older version saved it. Raises Damaged."""
     return _manifest(path).get("of", {})
+
+
+def run_of(path: Path) -> RunConfig | None:
+    """The run whose options made the checkpoint at `path`; None where an older version saved it. Raises Damaged."""
+    saved = _manifest(path).get("run")
+    return RunConfig.from_mapping(saved, where=str(path / "manifest.json")) if saved else None
 
 
 def read(path: Path) -> dict[str, Any]:

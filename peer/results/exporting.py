@@ -6,8 +6,9 @@ A state holds what was trained, as one vector without names; those, and whatever
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,7 @@ from peer.export import DTYPES, ExportConfig
 from peer.launch.starting_model import load_model, source_of
 from peer.loop.train import load_result
 from peer.results import destination, loading
-from peer.results.checkpoint import Checkpoints, about, replacing
+from peer.results.checkpoint import Checkpoints, about, replacing, run_of
 from peer.results.forms.embedding import write_embedding
 from peer.results.forms.lora import write_lora_diffusers, write_lora_kohya
 from peer.results.forms.single_file import write_single_file
@@ -134,8 +135,9 @@ def found(given: Path, config: ExportConfig, out: Path) -> Iterator[Path]:
         return
     checkpoint = _checkpoint(given)
     if checkpoint:
-        place, fill_in = checkpoint, _fill_from_checkpoint
-        run = run_beside(checkpoint.parent)
+        place, trained = _read(checkpoint)
+        run = run_of(place) or run_beside(place.parent)
+        fill_in = partial(_fill_from_checkpoint, trained)
     else:
         place, run = find(given)
         fill_in = _fill_from_state
@@ -166,12 +168,17 @@ def _checkpoint(given: Path) -> Path | None:
     return paths[-1] if paths else None
 
 
-def _fill_from_checkpoint(params: Params, path: Path, run: RunConfig) -> tuple[int, int]:
-    """Put what was trained into `params`; round and samples. A damaged checkpoint is passed over for the one before."""
-    loaded = Checkpoints(path.parent, keep=1).load(str(path))
+def _read(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
+    """`checkpoint`, or for a damaged one the one before; and what was trained, without the moments, which take twice as much memory."""
+    loaded = Checkpoints(checkpoint.parent, keep=1).load(str(checkpoint), fix="Give a result or a final state with --state.")
     assert loaded is not None
-    load_result(params, loaded[1])
-    said = about(loaded[0])
+    return loaded[0], {name: loaded[1].get(name) for name in ("params", "average")}
+
+
+def _fill_from_checkpoint(trained: Mapping[str, Any], params: Params, path: Path, run: RunConfig) -> tuple[int, int]:
+    """Put what was trained into `params`; round and samples."""
+    load_result(params, trained)
+    said = about(path)
     return said["round"], said["samples"]
 
 

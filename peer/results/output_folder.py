@@ -84,7 +84,8 @@ def lock(folder: Path) -> TextIO:
 def claim(folder: Path, owner: Owner, *, wanted: str = "auto", used: Iterable[Path] = ()) -> bool:
     """Make `folder` that of `owner`'s run; whether it was before. What it holds of another run is set aside, and what it held of this one comes back.
 
-    wanted: as --resume_from_checkpoint has it; who asks for one in this folder, alone, goes on with what is there under other options.
+    wanted: as --resume_from_checkpoint has it; who asks for one in this folder, alone, goes on with what is there under other options,
+    and `mark`s it when that has come about: until then it says of which options the checkpoints are, which may be refused.
     used: files and folders that this start needs. Raises UserError when whose the folder is cannot be known, when a checkpoint of
     another run is asked for, when what would be set aside is in use, and when the disk refuses.
     """
@@ -96,11 +97,20 @@ def claim(folder: Path, owner: Owner, *, wanted: str = "auto", used: Iterable[Pa
     try:
         if earlier and earlier.id != owner.id and not adopted:
             _set_aside(folder, earlier, used)
-        replace(folder / _SAYS, json.dumps({"id": owner.id, **owner.about}, indent=2).encode())
+        if not adopted:
+            _say(folder, owner)
         _take_back(folder, place)
     except OSError as error:
         raise _unwritable(folder, error) from None
     return known or adopted
+
+
+def mark(folder: Path, owner: Owner) -> None:
+    """From now on `folder` says that it is of `owner`'s run. Raises UserError when the disk refuses."""
+    try:
+        _say(folder, owner)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
 
 
 def owner_of(folder: Path) -> Owner | None:
@@ -141,6 +151,10 @@ def link_result(folder: Path) -> None:
 def links(folder: Path) -> list[Path]:
     """What `link_result` made."""
     return sorted(path for path in folder.iterdir() if path.is_symlink() and path.readlink() == Path(_RESULT) / path.name)
+
+
+def _say(folder: Path, owner: Owner) -> None:
+    replace(folder / _SAYS, json.dumps({"id": owner.id, **owner.about}, indent=2).encode())
 
 
 def _asks_for_one_here(folder: Path, wanted: str) -> bool:

@@ -6,6 +6,7 @@ A LoRA or an embedding is nothing without its base model, so `result.json` names
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,8 @@ class Result:
 
     @classmethod
     def of(cls, run: RunConfig, **values: Any) -> "Result":
-        places = {name: str(Path(place).resolve()) for name in PLACES if Path(place := getattr(run, name)).exists() and place}
+        given = {name: Path(os.path.expanduser(place)) for name in PLACES if (place := getattr(run, name))}
+        places = {name: str(path.resolve()) for name, path in given.items() if path.exists()}
         return cls(run=dataclasses.replace(run, **places), **values)
 
     @property
@@ -76,7 +78,7 @@ def write_result(method: Method, model: Model, params: Params, target: Path, abo
             if not form.safetensors:
                 _as_pickle(folder)
         (folder / NAME).write_text(json.dumps(_values(about), indent=2), encoding="utf-8")
-        write_card(folder, about)
+        write_card(folder, about, ".safetensors" if form.safetensors else ".bin")
         tidy(folder)
 
 
@@ -130,7 +132,7 @@ def _as_pickle(folder: Path) -> None:
 
 def public(about: Result) -> Mapping[str, Any]:
     """What strangers may read of it: no paths of this machine."""
-    hidden = {name: "" for name in PLACES if Path(getattr(about.run, name)).is_absolute()}
+    hidden = {name: "" for name in PLACES if getattr(about.run, name).startswith(("/", "~"))}
     return _values(dataclasses.replace(about, run=dataclasses.replace(about.run, **hidden)))
 
 

@@ -2,13 +2,14 @@
 model itself draws it, so that learning one dog does not turn all dogs into it.
 """
 
+import dataclasses
 import functools
 import io
 import json
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from peer.config import PeerConfig
 from peer.contracts import Model, Sample
 from peer.drawing.validation import untouched
 from peer.machine.device import Precision, RankGroup
+from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.files import replace
 from swarm.picture_folder import IMAGE_SUFFIXES
@@ -36,6 +38,7 @@ class Drawing:
 
     prompt: str
     model: str
+    """'': unknown, as earlier versions kept it of a run alone."""
     side: int
 
     def __str__(self) -> str:
@@ -47,11 +50,11 @@ class Drawing:
             before = Drawing(**json.loads((folder / _DRAWN).read_bytes()))
         except (OSError, ValueError, TypeError):  # there is none, or it is not ours
             return
-        if before != self and any(folder.glob("class-*.png")):
+        if before not in (self, dataclasses.replace(self, model="")) and any(folder.glob("class-*.png")):
             raise UserError(f"{folder} holds pictures of {before}, not of {self}.", fix="Choose another --class_data_dir.")
 
     def keep(self, folder: Path) -> None:
-        _write(folder / _DRAWN, json.dumps(asdict(self)).encode())
+        _write(folder / _DRAWN, json.dumps(dataclasses.asdict(self)).encode())
 
 
 class ClassPictures:
@@ -86,9 +89,12 @@ def check_prior(peer: PeerConfig, run: RunConfig) -> None:
 
 
 def prepare(
-    model: Model, run: RunConfig, peer: PeerConfig, precision: Precision, group: RankGroup, stopping: Callable[[], bool]
+    model: Model, run: RunConfig, peer: PeerConfig, precision: Precision, group: RankGroup, stopping: Callable[[], bool], source: Path
 ) -> ClassPictures | None:
-    """Rank 0's pictures of the class that accompany this peer's own, those that are missing drawn with the base model; None on other ranks."""
+    """Rank 0's pictures of the class that accompany this peer's own, those that are missing drawn with the base model; None on other ranks.
+
+    source: where that is, whose digest nobody has worked out alone.
+    """
     folder, count = Path(peer.class_data_dir), peer.num_class_images
     if peer.base_precision != "auto" and group.broadcast_object(bool(_missing(folder, count)) if group.is_main else None):
         raise UserError(
@@ -96,7 +102,9 @@ def prepare(
             fix=f"Give a --class_data_dir that holds {count}, or start once without --base_precision.",
         )
     sizes = {"count": count, "batch": peer.train_batch_size, "denoising_steps": peer.validation_inference_steps}
-    wanted = Drawing(peer.class_prompt, run.model_digest, run.resolution)
+    asks = group.is_main and bool(_missing(folder, count) or (folder / _DRAWN).exists())  # a digest takes a minute: not for a user's own pictures
+    digest = run.model_digest or (digest_model(source) if asks else "")
+    wanted = Drawing(peer.class_prompt, digest, run.resolution)
     draw_class_pictures(model, folder, wanted, seed=run.seed, precision=precision, group=group, stopping=stopping, **sizes)
     return ClassPictures(folder, peer.class_prompt, count=count, seed=run.seed) if group.is_main else None
 

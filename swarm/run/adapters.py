@@ -83,14 +83,14 @@ def sizes(run: Any) -> Mapping[str, Any]:
     return {"dim": run.rank, "alpha": float(alpha(run))}
 
 
-def loading(pipeline: str, base: str, run: Any) -> str:
+def loading(pipeline: str, base: str, run: Any, suffix: str) -> str:
     """Of an adapter that diffusers itself does not read: peft does, part by part."""
     family = family_named(run.family)
     parts = family.trained(run.train_text_encoder) if family else ()
     lines = [f'PeftModel.from_pretrained(pipeline.{part}, "THIS_FOLDER", subfolder="{part}")' for part in parts]
     return "\n".join(
         [
-            f'from diffusers import {pipeline}\nfrom peft import PeftModel\n\npipeline = {pipeline}.from_pretrained("{base}")',
+            f'from diffusers import {pipeline}\nfrom peft import PeftModel\n\npipeline = {base}',
             *lines,
             "# ComfyUI loads lycoris.safetensors, like a LoRA",
         ]

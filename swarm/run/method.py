@@ -75,8 +75,9 @@ class Method:
     """What its result is called in the model card."""
     tags: tuple[str, ...]
     """The Hub's."""
-    loading: Callable[[str, str, Any], str]
-    """Python that loads its result with plain diffusers, from the pipeline's class, the base model and the run."""
+    loading: Callable[[str, str, Any, str], str]
+    """Python that loads its result with plain diffusers, from the pipeline's class, what makes the base model's, the run, and the suffix of
+    its files."""
 
 
 @functools.cache

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from contextlib import ExitStack
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from peer.contracts import LeaseLost, PixelBatch, SyncReport
 from peer.launch.joining import Joined
 from peer.launch.launch import Launch
 from peer.machine.device import Rank, RankGroup
-from peer.results.checkpoint import Checkpoints, about
+from peer.results.checkpoint import Checkpoints, about, run_of
 from peer.results.result import read_result
 from peer.sync.none import NoSync
 from peer.wiring import assemble
@@ -179,6 +180,19 @@ def test_a_checkpoint_that_is_asked_for_must_have_this_optimizers_state(start):
     for options, its in (({"optimizer": "prodigy", "learning_rate": 1.0}, "Prodigy"), ({"train_text_encoder": True, "text_encoder_lr": 1e-4}, "AdamW 0.1")):
         with pytest.raises(UserError, match=rf"has the state of AdamW, and this start has {its}\. Start with the --optimizer"):
             start(run=dataclasses.replace(RUN, **options), resume_from_checkpoint="latest")
+
+
+def test_a_folder_says_other_options_only_once_they_have_gone_on_with_its_checkpoint(start, tmp_path):
+    start(stop_after=1).run()
+    first, said = dataclasses.asdict(RUN) | {"model": ANY}, tmp_path / "out" / "run.json"
+    its = said.read_bytes()
+    with pytest.raises(UserError, match="has the state of AdamW"):
+        start(run=dataclasses.replace(RUN, optimizer="prodigy", learning_rate=1.0), resume_from_checkpoint="latest")
+    assert said.read_bytes() == its
+    start(run=dataclasses.replace(RUN, learning_rate=2e-3), resume_from_checkpoint="latest")
+    assert said.read_bytes() != its
+    (path,) = Checkpoints(tmp_path / "out", keep=2).paths()
+    assert dataclasses.asdict(run_of(path)) == first
 
 
 def test_a_run_that_was_killed_in_the_middle_of_an_accumulation_goes_on_from_the_step_before_to_the_bit(start):

@@ -47,8 +47,9 @@ def test_what_is_of_no_known_family_is_refused(tmp_path):
     with pytest.raises(UserError, match="is a StableCascadePipeline, which cannot be trained"):
         family_of(write_index(tmp_path, _class_name="StableCascadePipeline"))
     for content in ({}, {"_class_name": ["one", "two"]}):
-        with pytest.raises(UserError, match=r"does not name its pipeline|is a \["):
+        with pytest.raises(UserError, match=r"does not name its pipeline|is a \[") as raised:
             family_of(write_index(tmp_path, **content))
+        assert "--" not in raised.value.fix, "dd-generate and dd-export have no --family"
     with pytest.raises(UserError, match=r"no model_index\.json"):
         family_of(tmp_path / "nowhere")
     for keys in ((UNET,), (CLIP,), ("lora_unet_down.weight",)):

@@ -45,7 +45,7 @@ def load_pipeline(family: Family, source: Path, config: str = "", *, as_filed: b
         if path.is_file() and not config:
             fix = f"Add --model_config with a diffusers folder of a {family.title} model, or its Hub id."
         else:
-            fix = f"Save or fetch it again, or check --family ({family.name})."
+            fix = f"Save or fetch it again, or check that it is of the family {family.name}."
         reason = "tensors are missing in it" if "meta tensor" in str(error) else first_line(error)
         raise UserError(f"{path} does not load as a {family.title} pipeline: {reason}", fix=fix) from error
     for part in pipeline.components.values() if not as_filed else ():

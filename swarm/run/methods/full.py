@@ -5,7 +5,7 @@ from typing import Any
 from swarm.run.method import Method, TextEncoders
 
 
-def _loading(pipeline: str, base: str, run: Any) -> str:
+def _loading(pipeline: str, base: str, run: Any, suffix: str) -> str:
     return f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("THIS_FOLDER")'
 
 

@@ -120,10 +120,10 @@ def _resolve(run: Any) -> Mapping[str, Any]:
     return {**adapters.resolve(run), **({"lora_init": "gaussian"} if run.lora_init == "auto" else {})}
 
 
-def _loading(pipeline: str, base: str, run: Any) -> str:
+def _loading(pipeline: str, base: str, run: Any, suffix: str) -> str:
     others = "  # ComfyUI passes over a DoRA's lengths: give it the whole model (dd-export --format single_file)" if run.use_dora else ""
     return (
-        f'from diffusers import {pipeline}\n\npipeline = {pipeline}.from_pretrained("{base}")\n'
+        f'from diffusers import {pipeline}\n\npipeline = {base}\n'
         f'pipeline.load_lora_weights("THIS_FOLDER"){others}'
     )
 

@@ -60,17 +60,17 @@ def _caption(caption: str, run: Any, chance: Callable[[str], Random]) -> str:
     return caption if run.placeholder_token in caption else chance("template").choice(templates).format(run.placeholder_token)
 
 
-def file_of(encoder: str) -> str:
+def file_of(encoder: str, suffix: str = ".safetensors") -> str:
     """As diffusers' textual_inversion.py and textual_inversion_sdxl.py call it; in each the placeholder is the only key."""
-    return f"learned_embeds{encoder.removeprefix('text_encoder')}.safetensors"
+    return f"learned_embeds{encoder.removeprefix('text_encoder')}{suffix}"
 
 
-def _loading(pipeline: str, base: str, run: Any) -> str:
-    lines = [f"from diffusers import {pipeline}", "", f'pipeline = {pipeline}.from_pretrained("{base}")']
+def _loading(pipeline: str, base: str, run: Any, suffix: str) -> str:
+    lines = [f"from diffusers import {pipeline}", "", f"pipeline = {base}"]
     family = family_named(run.family)
     for name, encoder in family.text_encoders.items() if family else (("text_encoder", None),):
         its = f", text_encoder=pipeline.{name}, tokenizer=pipeline.{encoder.tokenizer}" if name != "text_encoder" else ""
-        lines.append(f'pipeline.load_textual_inversion("THIS_FOLDER", weight_name="{file_of(name)}"{its})')
+        lines.append(f'pipeline.load_textual_inversion("THIS_FOLDER", weight_name="{file_of(name, suffix)}"{its})')
     return "\n".join([*lines, f'picture = pipeline("a photo of {run.placeholder_token}").images[0]'])
 
 

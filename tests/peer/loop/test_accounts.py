@@ -22,5 +22,5 @@ def test_an_average_of_another_model_is_refused_and_of_the_same_goes_by_name():
     params = {"b": torch.zeros(2), "a": torch.zeros(2)}  # in another order, as another release may have them
     load_result(params, loaded)
     assert params["a"].tolist() == [1.0, 1.0] and params["b"].tolist() == [2.0, 2.0]
-    with pytest.raises(UserError, match="not of this model"):
+    with pytest.raises(UserError, match=r"not of this model: tensor b differs\. Give the base model it was made with as --model\.$"):
         load_result({"a": torch.zeros(2)}, loaded)

@@ -1,5 +1,6 @@
 """`dd-export` on a tiny model and a state as an assisting peer keeps it."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -141,6 +142,13 @@ def test_a_checkpoint_is_exported_the_newest_the_one_named_and_for_a_damaged_one
     assert not list(tmp_path.glob(".exporting-*"))
 
 
+def test_where_all_checkpoints_are_damaged_the_way_out_is_one_that_dd_export_has(trained, tmp_path):
+    for path in trained[0].glob("checkpoint-*"):
+        (path / "tensors.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"No checkpoint in .* is whole\. Give a result or a final state with --state\.$"):
+        export.main(["--state", str(trained[0]), "--out", str(tmp_path / "out")])
+
+
 def test_of_a_run_with_a_moving_average_that_is_exported(trained, tmp_path):
     folder, vectors = trained
     params = {"text_encoder.learned_embeds": torch.nn.Parameter(vectors.clone())}
@@ -151,6 +159,17 @@ def test_of_a_run_with_a_moving_average_that_is_exported(trained, tmp_path):
     Checkpoints(folder, keep=3).save(state, {"round": 3, "samples": 24})
     export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word.safetensors")])
     assert torch.equal(load_file(tmp_path / "word.safetensors")["<dicoo>"], vectors)
+
+
+def test_a_checkpoint_is_exported_under_the_options_that_made_it_not_those_of_a_later_start(trained, tmp_path):
+    folder, vectors = trained
+    said = json.loads((folder / "run.json").read_text())
+    state = {"params": {"text_encoder.learned_embeds": vectors}}
+    Checkpoints(folder, keep=3, options=said["run"]).save(state, {"round": 3, "samples": 24})
+    later = dataclasses.replace(RunConfig.from_mapping(said["run"], where=""), placeholder_token="<later>")
+    (folder / "run.json").write_text(json.dumps({**said, "run": later.to_mapping()}))
+    export.main(["--state", str(folder), "--format", "embedding", "--out", str(tmp_path / "word.safetensors")])
+    assert load_file(tmp_path / "word.safetensors").keys() == {"<dicoo>"}
 
 
 def test_an_output_dirs_result_goes_before_its_checkpoints(trained, tmp_path):

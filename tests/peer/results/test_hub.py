@@ -16,7 +16,7 @@ from peer.finetune import main
 from peer.launch.starting_model import load_model
 from peer.loop.train import Trainer
 from peer.results import hub
-from peer.results.result import Result, read_result, write_result
+from peer.results.result import Result, public, read_result, write_result
 from peer.rooms import load_part
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -109,6 +109,14 @@ def test_no_path_of_this_machine_is_uploaded(server, tiny_family, tmp_path, opti
     hub.push(written(RunConfig(model=str(base), family="stable_diffusion", **options), tmp_path / "model"), "me/mine", TOKEN)
     assert len(server.files) >= 3
     assert not [name for name, data in server.files.items() for place in (base.parent, tmp_path) if str(place).encode() in data]
+
+
+def test_a_base_model_at_home_is_resolved_and_its_place_told_nobody(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").mkdir()
+    assert Result.of(RunConfig(model="~/base")).run.model == str(tmp_path / "base")
+    for place in ("~/base", "~nobody/base"):
+        assert "base" not in public(Result(run=RunConfig(model=place)))["run"]["values"].get("model", "")
 
 
 @pytest.mark.parametrize(

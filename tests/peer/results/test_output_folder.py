@@ -15,7 +15,7 @@ import pytest
 
 from peer.config import PeerConfig
 from peer.results import output_folder
-from peer.results.output_folder import Owner, claim, link_result, links, lock, owner_of
+from peer.results.output_folder import Owner, claim, link_result, links, lock, mark, owner_of
 from peer.wiring import claim_output
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
@@ -137,6 +137,8 @@ def test_alone_other_options_go_on_with_a_checkpoint_when_that_is_asked_for(tmp_
     claim(tmp_path, alone("a"))
     fill(tmp_path, "A", THINGS)
     assert claim(tmp_path, alone("b"), wanted="latest") and there(tmp_path) == dict.fromkeys(THINGS, "A")
+    assert owner_of(tmp_path).id == "a" * 16, "they are the first one's until the other has gone on with them"
+    mark(tmp_path, alone("b"))
     assert owner_of(tmp_path).id == "b" * 16
     assert not claim(tmp_path, alone("c")) and there(tmp_path) == {}
     assert claim(tmp_path, alone("b"), wanted="latest") and there(tmp_path) == dict.fromkeys(THINGS, "A"), "its own, not that of the last"

@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from peer import export, generate
 from peer.generate import GenerateConfig
 from peer.launch.starting_model import load_model
 from peer.results import loading
+from peer.results.card import write_card
 from peer.results.forms.single_file import write_single_file
 from peer.results.output_folder import link_result
 from peer.results.result import Form, Result, read_result, warn_of_unused, write_result
@@ -162,6 +164,8 @@ def test_the_word_comes_as_a_whole_pipeline_and_as_torchs_own_format_when_wished
     np.testing.assert_allclose(picture(plain(tmp_path / "model")), done.drawn(), atol=1e-4)
     saved = torch.load(tmp_path / "model" / "learned_embeds.bin", weights_only=True)
     assert torch.equal(saved["<dicoo>"], done.params["text_encoder.learned_embeds"])
+    files = re.findall('weight_name="(.+?)"', (tmp_path / "model" / "README.md").read_text())
+    assert files and all((tmp_path / "model" / name).is_file() for name in files)
     assert not (tmp_path / "model" / "learned_embeds.safetensors").exists()
 
 
@@ -513,6 +517,22 @@ def test_every_result_has_a_card_that_says_how_to_load_it(tiny_family, trained, 
     assert str(tmp_path) not in card and str(tiny_family("sd").parent) not in card
     about = read_result(tmp_path / "model")
     assert about.run.model == str(tiny_family("sd")) and about.samples == 64
+
+
+@pytest.mark.parametrize("options", [LORA, {**LORA, "method": "lokr"}, WORD], ids=lambda options: options["method"])
+def test_the_card_reads_a_base_model_in_one_file_as_diffusers_does(tmp_path, options):
+    def code(**more):
+        write_card(tmp_path, Result(run=RunConfig(**options, **more)))
+        return (tmp_path / "README.md").read_text().split("```")[1]
+
+    sd = {"family": "stable_diffusion", "model": "/models/sf.safetensors"}
+    assert '\npipeline = StableDiffusionPipeline.from_single_file("sf.safetensors")\n' in code(**sd)
+    assert '\npipeline = StableDiffusionPipeline.from_single_file("sf.safetensors", config="it")\n' in code(**sd, model_config="/models/it")
+    if options != WORD:
+        assert (
+            'pipeline = QwenImagePipeline.from_pretrained("qwen/image")\n'
+            'pipeline.transformer = type(pipeline.transformer).from_single_file("sf.safetensors", config="qwen/image", subfolder="transformer")\n'
+        ) in code(family="qwen_image", model="/models/sf.safetensors", model_config="qwen/image")
 
 
 # --- drawing

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from peer.samples import class_pictures
 from peer.samples.class_pictures import ClassPictures, Drawing, draw_class_pictures, pictures_in
 from peer.samples.decoding import Decoder
 from swarm import files
+from swarm.digest import digest_model
 from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
+from tests import tiny
 from tests.peer.samples.test_decoding import png, ramp
 from tests.peer.test_alone import CPU, RUN, flat, start  # noqa: F401
 
@@ -124,7 +127,7 @@ def test_missing_pictures_are_drawn_each_from_a_seed_of_its_own(start, tmp_path)
 def test_with_a_packed_base_missing_pictures_are_not_drawn(dogs):
     def prepared(count):
         peer = PeerConfig(base_precision="nf4", class_data_dir=str(dogs), class_prompt="a dog", num_class_images=count, with_prior_preservation=True, train_data_dir=str(dogs.parent / "own"))
-        return class_pictures.prepare(None, RUN, peer, None, RankGroup(Rank(), CPU), lambda: False)
+        return class_pictures.prepare(None, RUN, peer, None, RankGroup(Rank(), CPU), lambda: False, dogs)
 
     assert prepared(3) is not None
     with pytest.raises(UserError, match=r"lacks pictures of the class.*start once without --base_precision"):
@@ -186,6 +189,19 @@ def test_pictures_that_were_drawn_of_another_class_are_not_trained_under_this_on
         start("other", **given | change)
     (tmp_path / "class" / "class-00000.png").unlink()
     start("emptied", **given | change)
+
+
+def test_pictures_of_another_base_model_are_refused_alone_too_and_its_own_are_taken_in_a_swarm(start, tmp_path):  # noqa: F811
+    given = options(tmp_path / "class", num_class_images=1, validation_inference_steps=1)
+    model = str(tiny.write_model(tmp_path / "model"))
+    run = dataclasses.replace(RUN, model=model)
+    start("alone", run=run, **given)
+    start("in a swarm", run=dataclasses.replace(run, model_digest=digest_model(Path(model))), **given)
+    other = dataclasses.replace(RUN, model=str(tiny.write_model(tmp_path / "other", seed=1)))
+    with pytest.raises(UserError, match=r"by model \w+, not of 'a dog' .*Choose another --class_data_dir"):
+        start("other", run=other, **given)
+    Drawing("a dog", "", RUN.resolution).keep(tmp_path / "class")  # as earlier versions kept it
+    start("not known", run=other, **given)
 
 
 def test_a_folder_for_the_class_that_cannot_be_made_is_an_error(start, tmp_path):  # noqa: F811
