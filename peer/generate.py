@@ -86,12 +86,14 @@ def load(config: GenerateConfig) -> Any:
     """The family's model with all that was asked for in it, on its device. Raises UserError naming what does not load."""
     import torch
 
+    from peer.drawing.validation import check_steps
     from peer.results import loading
 
     device = _device(config.device)
     given = loading.result_in(Path(config.model).expanduser())
     needs = loading.base_of(given)
     model = base(needs.run if needs else run_of(given, config))
+    check_steps(model.pipeline.scheduler, "steps", config.steps)
     pipeline, dtype = model.pipeline, torch.float32 if device.type == "cpu" else getattr(torch, model.facts.half)
     model.cast(dtype)  # in memory: in float32, FLUX.2 dev (226 GB) and Qwen-Image (118) would fit no GPU
     if needs:

@@ -9,6 +9,7 @@ import torch
 
 from peer.config import PeerConfig
 from peer.contracts import LatentBatch, Method, Model, Params, PixelBatch, parts_of
+from peer.drawing.validation import check_steps
 from peer.launch.launch import Launch
 from peer.launch.starting_model import load_model, locate_for
 from peer.loop.fused import check_fused
@@ -106,6 +107,8 @@ def _placed(launch: Launch, method: Method, turned: bool, swapped: bool) -> _Pla
     hold = files.hold if files else torch.Tensor.cpu if turned or swapped else None
     model = load_model(run, launch.given, None)
     check_resolution(run, model.resolution_multiple)
+    if peer.validation_prompts or peer.with_prior_preservation:
+        check_steps(model.pipeline.scheduler, "validation_inference_steps", peer.validation_inference_steps)
     if model.trained_by:
         log.info("the model is trained with %s", model.trained_by)
     if run.resolution < model.made_for and launch.group.is_main:

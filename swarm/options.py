@@ -271,7 +271,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: dataclasses.Field, hint: An
         )
         group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     elif typing.get_origin(kind) is tuple:
-        group.add_argument(*flags, nargs="*", metavar="VALUE", **common)
+        group.add_argument(*flags, nargs="*", action="extend", metavar="VALUE", **common)
     elif kind is int and kind is not hint:
         group.add_argument(*flags, type=_int_or_auto, metavar="INT|auto", **common)
     elif meta["choices"]:

@@ -2,7 +2,7 @@
 
 A picture's caption is the first that there is and that is not empty: its row in a metadata.jsonl or metadata.csv, the .txt or .caption of the
 same stem beside it, and the name of its folder where that is like kohya's `10_sks dog`, whose pictures come ten times an epoch. Members of
-the WebDataset tars there are pictures, too. Pictures are not opened here, and caption files are not read: both may be many.
+the WebDataset tars there are pictures, too. Pictures are not opened here, and caption files are read only where a picture has two: both may be many.
 """
 
 import os
@@ -19,7 +19,7 @@ from swarm.tars import members
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 MAX_FILE_BYTES = 256 << 20
-_CAPTION_SUFFIXES = (".txt", ".caption")
+CAPTION_SUFFIXES = (".txt", ".caption")
 _MASK_SUFFIX = ".mask.png"
 _PACKED_SUFFIXES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _OTHER_PICTURES = (".gif", ".tif", ".tiff", ".avif", ".heic", ".heif", ".jxl")
@@ -86,7 +86,12 @@ class Pair:
 
 
 def list_folder(
-    folder: Path, faults: Faults, column: str = CAPTION_COLUMNS[0], masks: bool = False, without: Collection[Path] = ()
+    folder: Path,
+    faults: Faults,
+    column: str = CAPTION_COLUMNS[0],
+    masks: bool = False,
+    without: Collection[Path] = (),
+    extension: str = CAPTION_SUFFIXES[0],
 ) -> list[Pair]:
     """The pictures below `folder`, also those in its tars, by name; hidden files, and folders that are hidden or links, are left out.
 
@@ -94,8 +99,10 @@ def list_folder(
     that cannot be used or name no picture, captions without a picture, pictures of other formats, and what is wrong with tars.
     A server's work folder, a folder that cannot be read, and pictures in kohya's `0_name` are faults, too.
     masks: X.mask.png beside a picture X is its mask, and no picture. without: folders below `folder` that are left out, with links followed.
+    extension: of the caption file that is taken where a picture has both kinds, unless it is empty.
     Raises UserError when the folder is missing or has no picture.
     """
+    suffixes = sorted(CAPTION_SUFFIXES, key=extension.__ne__)
     if not folder.is_dir():
         raise UserError(f"There is no folder {folder}.", fix="Check the path: a folder of pictures, each with a .txt beside it.")
     pairs: list[Pair] = []
@@ -105,15 +112,15 @@ def list_folder(
         for name in METADATA:
             if name in taken and (place / name).is_file():  # reading a pipe would wait for ever
                 rows.update(read_metadata(folder, place / name, column, faults))
-        captions = {Path(name).stem: name for suffix in _CAPTION_SUFFIXES[::-1] for name in taken if name.lower().endswith(suffix)}
+        captions = [{Path(name).stem: name for name in taken if name.lower().endswith(suffix)} for suffix in suffixes]
         for name in taken:
             if name.lower().endswith(IMAGE_SUFFIXES):
-                beside = captions.get(Path(name).stem)
-                pairs.append(_pair(folder, place / name, place / beside if beside else None))
+                stem = Path(name).stem
+                pairs.append(_pair(folder, place / name, _first_filled([place / named[stem] for named in captions if stem in named])))
             elif not _is_ours(name):
-                pairs += _pairs_of_other(folder, place / name, faults)
-        stems = {Path(name).stem for name in names if not name.lower().endswith(_CAPTION_SUFFIXES)}
-        lonely = [name for stem, name in captions.items() if stem not in stems]
+                pairs += _pairs_of_other(folder, place / name, faults, suffixes)
+        stems = {Path(name).stem for name in names if not name.lower().endswith(CAPTION_SUFFIXES)}
+        lonely = [name for named in captions for stem, name in named.items() if stem not in stems]
         faults += [(_name(folder, place / name), "a caption, but no picture of that name") for name in lonely]
     pairs = [replace(pair, caption=rows.pop(pair.name).captions or pair.caption) if pair.name in rows else pair for pair in pairs]
     faults += [(row.where, f"there is no picture {name}") for name, row in rows.items()]
@@ -170,7 +177,7 @@ def _walk(folder: Path, without: Collection[Path], faults: Faults) -> Iterator[t
 
 
 def _is_ours(name: str) -> bool:
-    return name in METADATA or name.lower().endswith((*IMAGE_SUFFIXES, *_CAPTION_SUFFIXES))
+    return name in METADATA or name.lower().endswith((*IMAGE_SUFFIXES, *CAPTION_SUFFIXES))
 
 
 def _may_be_read(folder: Path, path: Path, faults: Faults) -> bool:
@@ -190,18 +197,32 @@ def leads_inside(folder: Path, path: Path) -> bool:
     return real.is_relative_to(folder) or (folder.parent.name == "snapshots" and real.is_relative_to(folder.parent.parent / "blobs"))
 
 
-def _pair(folder: Path, path: Path, beside: Path | None) -> Pair:
+def _pair(folder: Path, path: Path, beside: Path | Piece | None) -> Pair:
     name = _name(folder, path)
     repeated = [match for part in name.split("/")[:-1] if (match := _REPEATED.fullmatch(part))]
     spare, repeats = (one_line(repeated[-1][2]), int(repeated[-1][1])) if repeated else ("", 1)
     return Pair(name, path, beside, spare, repeats=repeats)
 
 
-def _pairs_of_other(folder: Path, path: Path, faults: Faults) -> list[Pair]:
+def _first_filled(places: Sequence[Path | Piece]) -> Path | Piece | None:
+    """Of a picture's caption files the first that is not empty; the first of all where none is filled, and None where there is none."""
+    if len(places) < 2:
+        return places[0] if places else None
+    return next((place for place in places if not _is_empty(place)), places[0])
+
+
+def _is_empty(place: Path | Piece) -> bool:
+    try:
+        return not one_line(_read_text(place))
+    except BadSample:  # it is told so when the caption is wanted
+        return False
+
+
+def _pairs_of_other(folder: Path, path: Path, faults: Faults, suffixes: Sequence[str]) -> list[Pair]:
     """The pictures of a tar; none, and a fault, of a file that we should read but do not."""
     name, suffix = _name(folder, path), path.suffix.lower()
     if suffix == ".tar" and _may_be_read(folder, path, faults):
-        return _pairs_of_tar(path, name, faults)
+        return _pairs_of_tar(path, name, faults, suffixes)
     if path.name.lower().endswith(_PACKED_SUFFIXES):
         faults.append((name, "a compressed tar: unpack it to a plain one"))
     elif suffix in _OTHER_PICTURES:
@@ -212,7 +233,7 @@ def _pairs_of_other(folder: Path, path: Path, faults: Faults) -> list[Pair]:
 # -- WebDataset tars
 
 
-def _pairs_of_tar(path: Path, name: str, faults: Faults) -> list[Pair]:
+def _pairs_of_tar(path: Path, name: str, faults: Faults, suffixes: Sequence[str]) -> list[Pair]:
     """The pictures of a WebDataset tar as pieces of that file: members of one path up to its first dot are a sample.
 
     A tar that is damaged gives what it has before the damage.
@@ -227,10 +248,10 @@ def _pairs_of_tar(path: Path, name: str, faults: Faults) -> list[Pair]:
                 faults.append((f"{name}/{member}", "is there twice in the tar; the first was taken"))
     except Exception as error:  # tarfile raises ReadError, OSError, ValueError, UnicodeError, RecursionError, ... on hostile bytes
         faults.append((name, f"the tar is damaged, what comes after was not read: {error or type(error).__name__}"))
-    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group, faults)]
+    return [pair for key, group in groups.items() for pair in _pairs_of_group(f"{name}/{key}", group, faults, suffixes)]
 
 
-def _pairs_of_group(key: str, group: dict[str, Piece], faults: Faults) -> Iterator[Pair]:
+def _pairs_of_group(key: str, group: dict[str, Piece], faults: Faults, suffixes: Sequence[str]) -> Iterator[Pair]:
     """Of a sample without any picture, what looks like one is a fault: `v1.0_cat.png` is to all readers of WebDataset the `0_cat.png` of `v1`.
 
     It is not taken for a picture, since `a.seg.png` is none. Hidden files, whose names begin with the dot, are left out as in a folder.
@@ -238,7 +259,7 @@ def _pairs_of_group(key: str, group: dict[str, Piece], faults: Faults) -> Iterat
     if group.keys().isdisjoint(IMAGE_SUFFIXES) and not key.endswith("/"):
         reason = "has a second dot in its name, which a tar's pictures may not: rename it"
         faults += [(key + suffix, reason) for suffix in group if suffix.endswith(IMAGE_SUFFIXES)]
-    caption = next((group[suffix] for suffix in _CAPTION_SUFFIXES if suffix in group), None)
+    caption = _first_filled([group[suffix] for suffix in suffixes if suffix in group])
     for suffix in IMAGE_SUFFIXES:
         if suffix in group:
             yield Pair(key + suffix, group[suffix], caption, mask=group.get(_MASK_SUFFIX))
@@ -247,7 +268,7 @@ def _pairs_of_group(key: str, group: dict[str, Piece], faults: Faults) -> Iterat
 def _pieces(path: Path, name: str, faults: Faults) -> Iterator[tuple[str, Piece]]:
     """Names and places of the pictures and captions in a tar. Raises what tarfile raises."""
     for member in members(path):
-        if not member.name.lower().endswith((*IMAGE_SUFFIXES, *_CAPTION_SUFFIXES)):
+        if not member.name.lower().endswith((*IMAGE_SUFFIXES, *CAPTION_SUFFIXES)):
             continue
         if member.plain:
             yield member.name, Piece(path, member.offset, member.size)

@@ -14,7 +14,7 @@ from typing import Any
 from swarm.captions import CAPTION_COLUMNS, Faults
 from swarm.errors import UserError
 from swarm.options import check_names, load_toml
-from swarm.picture_folder import Pair, list_folder
+from swarm.picture_folder import CAPTION_SUFFIXES, Pair, list_folder
 
 log = logging.getLogger(__name__)
 _OWN = {
@@ -55,7 +55,6 @@ _INSTEAD = {
     "validation_seed": "Remove it: the hash of a picture's name decides whether it is held out, the same at all peers.",
 }
 _NOTHING_SAID = {"cache_info"}
-_CAPTIONS = (".txt", ".caption")
 _MOST_REPEATS = 999
 """As in the names of kohya's folders."""
 _MOST_WEIGHT = 1000.0
@@ -77,12 +76,13 @@ class Subset:
     class_tokens: str = ""
     caption_prefix: str = ""
     caption_suffix: str = ""
+    caption_extension: str = CAPTION_SUFFIXES[0]
     loss_weight: float = 1.0
     validation_split: float | None = None
 
     def pairs(self, faults: Faults, column: str, masks: bool, without: Collection[Path]) -> list[Pair]:
         own: Faults = []
-        pairs = list_folder(self.folder, own, column, masks, without)
+        pairs = list_folder(self.folder, own, column, masks, without, self.caption_extension)
         faults += [(self._named(name), reason) for name, reason in own]
         said = {"around": (self.caption_prefix, self.caption_suffix), "weight": self.loss_weight, "validation_split": self.validation_split}
         return [
@@ -179,8 +179,9 @@ def _subset(path: Path, values: Mapping[str, Any]) -> Subset:
     if not 0 <= values.get("validation_split", 0.0) <= 1:
         fix = "Use 0 to 1: 0 holds none of the folder's pictures out of training, 1 all of them."
         raise UserError(f"{path}: validation_split is {values['validation_split']:g}.", fix=fix)
-    if values.get("caption_extension", _CAPTIONS[0]) not in _CAPTIONS:
-        raise UserError(f"{path}: caption_extension is {values['caption_extension']!r}.", fix=f"Use {' or '.join(_CAPTIONS)}; both are read.")
+    if values.get("caption_extension", CAPTION_SUFFIXES[0]) not in CAPTION_SUFFIXES:
+        fix = f"Use {' or '.join(CAPTION_SUFFIXES)}; the other is read, too, where there is no such file."
+        raise UserError(f"{path}: caption_extension is {values['caption_extension']!r}.", fix=fix)
     label = posixpath.normpath(values["image_dir"])
     folder = path.parent / label
     try:
@@ -188,5 +189,5 @@ def _subset(path: Path, values: Mapping[str, Any]) -> Subset:
         folder.is_dir()
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long, or has a NUL; a link to itself
         raise UserError(f"{path}: image_dir is {label[:80]!r}: {error.args[-1]}.", fix="Give it a folder.") from None
-    own = {name: value for name, value in values.items() if name in _OWN and name not in ("image_dir", "caption_extension")}
+    own = {name: value for name, value in values.items() if name in _OWN and name != "image_dir"}
     return Subset(folder, label, frozenset(name for name in values if name in _OF_THE_RUN), **own)

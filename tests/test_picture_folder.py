@@ -47,6 +47,10 @@ def everything(folder):
     put(folder / "kept.webp", 3, "a caption file", ".caption", lossless=True)
     put(folder / "both.png", 4, ".caption", ".caption")
     (folder / "both.txt").write_text("txt first")
+    put(folder / "blank.png", 26, "not the empty one", ".caption")
+    (folder / "blank.txt").write_text("\ufeff \n")
+    put(folder / "nothing.png", 27, "", ".caption")
+    (folder / "nothing.txt").touch()
     put(folder / "bitmap.bmp", 5, "cafe\u0301")
     put(folder / "told.png", 6, "not this one")
     put(folder / "many.jpg", 7)
@@ -97,6 +101,7 @@ EXPECTED = {
     (2, ("upper  case",)): 1,
     (3, ("a caption file",)): 1,
     (4, ("txt first",)): 1,
+    (26, ("not the empty one",)): 1,
     (5, ("caf\u00e9",)): 1,
     (6, ("told",)): 1,
     (7, ("one", "two")): 1,
@@ -117,6 +122,7 @@ EXPECTED = {
 LEFT_OUT = {
     "lonely.txt": "a caption, but no picture of that name",
     "moving.gif": "a GIF: convert it to PNG or JPEG",
+    "nothing.png": "caption is empty",
     "wordless.png": "no caption: there is no .txt or .caption file of that name",
     "metadata.jsonl, line 6": "there is no picture gone.png",
     "link.png": "a link that leads out of the folder",
@@ -171,7 +177,7 @@ def test_a_host_and_a_peer_leave_out_the_same_files_for_the_same_reasons(tmp_pat
     rejected = ingest(folder, tmp_path / "work", workers=0).rejected
     of_a_peer(folder)
     (line,) = [record.getMessage() for record in caplog.records if record.name == directory.log.name]
-    assert line.startswith(f"left out files={len(LEFT_OUT)} of pictures=24 ")
+    assert line.startswith(f"left out files={len(LEFT_OUT)} of pictures=26 ")
     assert sorted(line.split(" ", 5)[5].split("; ")) == sorted(f"{name}: {reason}" for name, reason in rejected)
 
 

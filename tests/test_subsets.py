@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import tarfile
 from collections import Counter
 from pathlib import Path
 
@@ -83,6 +84,32 @@ def test_a_host_and_a_peer_read_the_folders_with_their_own_repeats_and_captions(
     assert not ingest(Folder(toml), tmp_path / "work", workers=0).fresh
     toml.write_text(KOHYAS.replace("photo", "drawing"))
     assert ingest(Folder(toml), tmp_path / "work", workers=0).fresh, "its captions are others"
+
+
+@pytest.mark.parametrize(("extension", "caption"), [(None, "words"), (".txt", "words"), (".caption", "tags")])
+def test_a_host_and_a_peer_take_the_caption_of_the_extension_that_the_file_names(tmp_path, extension, caption):
+    both = {".txt": "words", ".caption": "tags"}
+    files = {"a": both, "b": {".txt": "only words"}, "c": {".caption": "only tags"}, "d": {".txt": "filled", ".caption": ""}}
+    folder, path = tmp_path / "pictures", tmp_path / "data.toml"
+    for number, (name, captions) in enumerate(files.items()):
+        captioned(folder / f"{name}.png", number, captions)
+    with tarfile.open(folder / "more.tar", "w") as tar:
+        captioned(tmp_path / "e.png", 9, {".txt": "packed words", ".caption": "packed tags"})
+        for suffix in (".png", ".txt", ".caption"):
+            tar.add(tmp_path / f"e{suffix}", f"e{suffix}")
+    path.write_text('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "pictures"\n' + (f'caption_extension = "{extension}"' if extension else ""))
+    result = ingest(Folder(path), tmp_path / "work", workers=0)
+    rows = [row for shard in result.manifest.shards for row in read_shard(shard_path(tmp_path / "work", shard.digest), shard.samples)]
+    expected = Counter([caption, "only words", "only tags", "filled", f"packed {caption}"])
+    assert Counter(text for _, text in rows) == expected and not result.rejected
+    assert Counter(sample.caption for sample in Directory(path, Rules(), tmp_path / "cache", epochs=1)) == expected
+
+
+def captioned(image, number, captions):
+    image.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (16, 16), (number, 0, 0)).save(image)
+    for suffix, text in captions.items():
+        image.with_suffix(suffix).write_text(text)
 
 
 def test_what_is_of_the_whole_run_here_is_named(toml, caplog):

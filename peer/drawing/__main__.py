@@ -41,12 +41,13 @@ def attempt(order: Order) -> int:
 def draw(order: Order) -> None:
     """Raises UserError, ImportError, and what a machine raises that is short of something."""
     loaded = load(order, order.state, DRAWING)
-    from peer.drawing.validation import Validation
+    from peer.drawing.validation import Validation, check_steps
     from peer.launch.launcher import Rank
     from peer.machine.device import RankGroup
     from peer.results.exporting import fill
 
     peer, run = order.peer, order.run
+    check_steps(loaded.model.pipeline.scheduler, "validation_inference_steps", peer.validation_inference_steps)
     header = fill(loaded.params, order.state, run).header
     loaded.filled()
     with sending(order) as showing:

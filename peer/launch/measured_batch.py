@@ -29,6 +29,7 @@ from swarm import files
 from swarm.digest import digest_json
 from swarm.errors import ExitCode, UserError, circumstances
 from swarm.life import FOLDER
+from swarm.lifeline import die_with_parent
 from swarm.memory_advice import memory_advice
 from swarm.run.strategy import swarms
 from swarm.run_config import RunConfig
@@ -105,6 +106,7 @@ def _measure(
 
 def _work(tell: Any, peer: PeerConfig, joined: Joined, given: Mapping[str, Any], most: int) -> None:
     """In the process: tell of each size that fits, or of the error that ends it."""
+    die_with_parent()  # else it would keep the GPU of a trainer that was killed
     os.environ.pop(FOLDER, None)  # who supervises the trainer has nothing to hear of this
     try:
         with circumstances():

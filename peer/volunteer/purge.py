@@ -22,6 +22,8 @@ _FILES = (
     "metrics.jsonl", "peer_state", "peers_met.json", "peers_met.tmp", "rounds.jsonl", "rounds.1.jsonl", "run.json",
 )  # fmt: skip
 """What a peer writes into its output folder, by name."""
+_WANDB_RUNS = ("wandb/run-????????_??????-*", "wandb/offline-run-????????_??????-*")
+"""Folders that W&B makes, with whatever it keeps of a run: these go as a whole."""
 _SHARD = f"shards/{'?' * 64}.tar"
 _FOLDERS = {
     "state": (
@@ -35,7 +37,7 @@ _FOLDERS = {
     ),
     "audit": ("*.state",),
     "supervised": ("life", "lock", "room", "stacks-*"),
-    "logs": ("**/events.out.tfevents.*",),
+    "logs": ("**/events.out.tfevents.*", "wandb/debug*.log", "wandb/latest-run", *_WANDB_RUNS),
     "profile": ("trace-*.json",),
 }  # fmt: skip
 """And into each folder there. Whatever else is in one stays, and then the folder, too."""
@@ -110,7 +112,7 @@ def _stored_in(output: Path, cache: Path | None, *, results: bool) -> list[Store
 
 def _named(folder: Path, patterns: Iterable[str]) -> tuple[Path, ...]:
     found = {path for pattern in patterns for name in (pattern, pattern + _TORN) for path in folder.glob(name)}
-    return tuple(sorted(path for path in found if path.is_file()))
+    return tuple(sorted(path for path in found if path.is_file() or path.is_symlink() or any(map(path.match, _WANDB_RUNS))))
 
 
 def others(found: Sequence[Stored], output: Path, cache: Path | None = None) -> list[Path]:
@@ -208,6 +210,6 @@ def _refuse_running(output: Path) -> None:
 
 def _files(path: Path) -> Iterator[Path]:
     if path.is_dir() and not path.is_symlink():
-        yield from (file for file in path.rglob("*") if file.is_file())
+        yield from (file for file in path.rglob("*") if file.is_file() or file.is_symlink())
     elif path.exists():
         yield path

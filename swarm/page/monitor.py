@@ -44,7 +44,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Show a run as a live page, by what its peers tell each other.",
         examples=["dd-monitor --peers /ip4/203.0.113.7/tcp/31337/p2p/Qm..."],
     )
-    parser.add_argument("--peers", nargs="+", required=True, metavar="MULTIADDR", help="peers of the run: /ip4/.../p2p/...")
+    parser.add_argument("--peers", nargs="+", action="extend", required=True, metavar="MULTIADDR", help="peers of the run: /ip4/.../p2p/...")
     parser.add_argument("--run_id", default="", help="which run, when these peers serve several")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 shows the page to anyone who reaches it [127.0.0.1]"

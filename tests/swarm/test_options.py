@@ -49,6 +49,8 @@ def test_help_shows_the_options_below_their_headings_after_one_line_of_usage(cap
 
 def test_a_list_takes_any_number_of_values():
     assert build(Drink, parse("--guests", "ann", "bob")).guests == ("ann", "bob")
+    assert build(Drink, parse("--guests", "ann", "--hot", "--guests=bob", "--guests", "eve", "dan")).guests == ("ann", "bob", "eve", "dan")
+    assert parse("--guests") == {"guests": []}
 
 
 def test_an_unknown_flag_is_answered_with_the_nearest_right_one():

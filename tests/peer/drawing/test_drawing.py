@@ -179,6 +179,8 @@ def test_without_the_libraries_the_model_or_memory_one_line_says_so_and_it_ends(
         patch.setattr("peer.drawing.__main__.draw", too_much)
         fails(ExitCode.MEMORY, "half of the memory that is free here", peer=on_gpu)
         assert "--num_validation_images" in caplog.text and "--offload" not in caplog.text
+    steps = dataclasses.replace(order.peer, validation_inference_steps=1001)
+    fails(ExitCode.CONFIG, "this peer draws no pictures: validation_inference_steps is 1001, but", peer=steps)
     fails(ExitCode.CONFIG, "this peer draws no pictures: There is no model", given={"model": str(tmp_path / "nowhere")})
     other = tmp_path / "gone.state"
     other.write_bytes(b"{}\n")

@@ -11,7 +11,7 @@ from diffusers.training_utils import EMAModel
 from PIL import Image
 from safetensors.torch import load_file
 
-from peer.drawing.validation import untouched
+from peer.drawing.validation import check_steps, untouched
 from peer.figures import trackers
 from peer.loop.ema import Ema
 from swarm.errors import UserError
@@ -58,6 +58,16 @@ def test_a_picture_shows_the_weights_of_its_step_and_the_same_ones_give_the_same
     picture = pipeline("a red square", num_inference_steps=2, height=16, width=16, generator=generator).images[0]
     grid = pixels(tmp_path / "one" / "validation" / "step-000004.png")
     assert abs(grid[:16, :16] - np.asarray(picture, dtype=float)).max() <= 2
+
+
+@pytest.mark.parametrize("draws", [DRAW, {"with_prior_preservation": True, "class_prompt": "a dog", "class_data_dir": "drawn"}])
+def test_more_denoising_steps_than_the_noise_has_are_refused_before_training_begins(start, draws):  # noqa: F811
+    with pytest.raises(UserError, match=r"validation_inference_steps is 1001, but the noise of this model has 1000 steps\. Use at most 1000"):
+        start("out", run=SHORT, **draws | {"validation_inference_steps": 1001})
+
+
+def test_a_scheduler_that_divides_the_noise_takes_any_number_of_steps():
+    check_steps(tiny.build("flux").scheduler, "steps", 1001)
 
 
 @pytest.mark.parametrize("family", tiny.ONE_OF_EACH)

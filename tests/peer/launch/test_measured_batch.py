@@ -1,7 +1,12 @@
 """`--train_batch_size auto`: measured by a process of its own, remembered, and then fixed."""
 
+import contextlib
 import json
 import logging
+import multiprocessing
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +59,31 @@ def test_what_it_answers_by_is_this_peers_answer_and_a_stop_ends_it(ask, tmp_pat
     with pytest.raises(UserError, match=r"The model is not there\. Fetch it\."):
         ask(refused)
     assert ask(waits, stopping=lambda: True) == 1 and not (tmp_path / "cache").exists()
+
+
+def test_what_measures_ends_with_a_trainer_that_is_killed(monkeypatch):
+    told, tell = multiprocessing.Pipe(duplex=False)
+
+    def measures(*_):
+        tell.send(os.getpid())
+        time.sleep(1000)
+
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(measured_batch, "multiprocessing", SimpleNamespace(get_context=lambda kind: fork))
+    monkeypatch.setattr(measured_batch, "choose_device", measures)
+    trainer = fork.Process(target=measured_batch._measure, args=(PeerConfig(), Joined(RunConfig(sync="none")), {}, 1, lambda: False))
+    trainer.start()
+    tell.close()
+    pid = told.recv()
+    trainer.kill()
+    trainer.join()
+    try:
+        assert told.poll(60), "it lives, and keeps its end of the pipe"
+        with pytest.raises(EOFError):
+            told.recv()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_what_was_told_before_ctrl_c_ended_it_is_no_measurement(ask, tmp_path, monkeypatch):

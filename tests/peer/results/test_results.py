@@ -646,6 +646,7 @@ def test_what_cannot_be_drawn_with_is_named(tiny_family, trained, tmp_path):
         (["--model", base, "--num_images", "0"], r"num_images is 0"),
         (["--model", base, "--size", "20"], r"size is 20, but this model needs a multiple of 8\. Use 16\."),
         (["--model", base, "--size", "-8"], r"size is -8"),
+        (["--model", base, "--steps", "1001"], r"steps is 1001, but the noise of this model has 1000 steps\. Use at most 1000"),
         (["--model", base, "--device", "foo"], r"--device foo does not work here: .*Use auto, cpu or cuda"),
         (["--model", base, "--device", "cuda:99"], r"--device cuda:99 does not work here: .*Use auto, cpu or cuda"),
         (["--model", base, "--out", tmp_path / "broken.safetensors"], r"no pictures in .*broken\.safetensors: it is a file\. Choose another --out"),

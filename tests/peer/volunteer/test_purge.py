@@ -86,6 +86,22 @@ def test_links_to_a_result_stay_and_go_with_it(output, capsys):
     assert not link.is_symlink()
 
 
+def test_what_wandb_wrote_goes_with_its_links(output, capsys):
+    wandb = output / "logs" / "wandb"
+    run = wandb / "offline-run-20261128_024500-a1b2c3d4"
+    for name in ("run-a1b2c3d4.wandb", "files/media/images/validation_1_0.png", "logs/debug.log"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"12345")
+    (run / "tmp" / "code").mkdir(parents=True)
+    (run / "logs" / "debug-core.log").symlink_to("/nowhere/core-debug.log")
+    (wandb / "latest-run").symlink_to(run.name)
+    (wandb / "debug.log").symlink_to(run / "logs" / "debug.log")
+    (wandb / "run-of-mine.txt").write_text("mine")
+    assert main(["--purge", "--output_dir", str(output), "--yes"]) == 0
+    assert list(wandb.iterdir()) == [wandb / "run-of-mine.txt"]
+    assert [word for word in capsys.readouterr().out.split() if "logs/wandb" in word] == [f"{wandb / 'run-of-mine.txt'},"]
+
+
 def test_a_folder_with_nothing_else_in_it_goes_as_well(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text("{}")
