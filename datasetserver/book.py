@@ -33,6 +33,8 @@ _COSTLY_PER_SECOND, _COSTLY_AT_ONCE = 0.5, 64
 peer there are a few: what it tells of a lost branch follows what it told before."""
 _STEPS, _SHARD_EPOCHS = 4_000_000, 100_000
 """So many steps of the tree (`StateTree.steps`), or shard epochs in one list of keys, take as long, and count as one such."""
+_NEGLIGIBLE = 0.01
+"""As 1,000 shard epochs: no honest contribution has more. Budgets are remembered of those who spend some."""
 _MOST_WITHDRAWN = 4096
 """Contributions of one owner that were withdrawn and that no state is said to have: 30 MB where each has samples of 1,500 shards."""
 
@@ -308,7 +310,7 @@ class Book:
             raise Refused(429, "too_many_branches", "What this owner's peers say changes the run's branch too often.", "Say the rest later.")
 
     def _costs(self, owner: str, amount: float) -> None:
-        if amount:
+        if amount >= _NEGLIGIBLE:
             self._costly.take(owner, amount)
 
     def _masks(self, peer: str, keys: Iterable[str]) -> Masks:
