@@ -208,8 +208,8 @@ class Book:
             self._charge(contribution)
         before, steps = self.tree.head, self.tree.steps
         self.tree.count_again((peer, number))
-        changed = not self._follow_head(before)
-        self._costs(self._owners.of(peer), changed + (self.tree.steps - steps) / _STEPS)
+        if not self._follow_head(before):  # a liar may have told of states with the next contributions of others: who told pays
+            self._costs(self._owners.of(self.tree.head.reporters[0]), 1 + (self.tree.steps - steps) / _STEPS)
         return contribution
 
     def samples_of(self, peer: str, number: int) -> Masks:
@@ -434,8 +434,6 @@ class Book:
             self._by_peer[contribution.peer] += (mask & ~item.counted).bit_count()
             item.counted |= mask
             item.pending &= ~mask
-        if not contribution.live:
-            self.unsure.add(contribution.id)
 
     def _keep_from_others(self) -> None:
         """What was withdrawn is in a state after all: whoever leased its samples since must not train them.
@@ -444,8 +442,8 @@ class Book:
         has trained such samples meanwhile registers them as repeated.
         """
         sure = self._reports.sure
-        for pair in [pair for pair in sorted(self.unsure) if sure and self.tree.last_round_of(pair) <= sure.round]:
-            self.unsure.remove(pair)
+        for pair in [pair for pair, number in sorted(self.unsure.items()) if sure and number <= sure.round]:
+            del self.unsure[pair]
             for uid, mask in self._contributions[pair].shard_epochs.items():
                 self._strip(uid, mask)
 
@@ -492,14 +490,17 @@ class Book:
         for state in following:
             for pair in self._lineage.passed(state, self._pending):
                 self._withdraw(self._contributions[pair])
-            self._include(set(state.contributions()) - self._lineage.included)
+            self._include(state, self._lineage.included)
             self._lineage.extend(state)
         self._settle()
         return True
 
-    def _include(self, pairs: set[tuple[str, int]]) -> None:
-        for pair in sorted(pairs & self._contributions.keys()):
+    def _include(self, state: State, known: Collection[tuple[str, int]] = ()) -> None:
+        """A state of the head's chain, the newest so far. known: contributions that are counted already."""
+        for pair in sorted((set(state.contributions()) & self._contributions.keys()).difference(known)):
             self._count(self._contributions[pair])
+            if not self._contributions[pair].live:
+                self.unsure.setdefault(pair, state.round)
 
     def _change_branch(self) -> None:
         """What was counted on the head's former chain only is withdrawn, as its peers drop it too."""
@@ -512,7 +513,8 @@ class Book:
         if not before <= self._lineage.included:
             return self._rebuild()
         for state in self.tree.chain():
-            self._include(set(state.contributions()) - before)
+            self._include(state, before)
+            self.unsure |= {pair: state.round for pair in state.contributions() if pair in self.unsure}  # in another state now
         self._settle(anew=True)
 
     def _registered(self, pair: tuple[str, int]) -> int:
@@ -562,8 +564,8 @@ class Book:
             for uid in lease.shard_epochs:
                 self.shard_epochs[uid].holders.append(lease)
         self._pending: set[tuple[str, int]] = set()
-        self.unsure: set[tuple[str, int]] = set()
-        """Withdrawn, and counted in a state of which one owner alone has told: see `_keep_from_others`."""
+        self.unsure: dict[tuple[str, int], int] = {}
+        """Withdrawn, and counted in a state of this round, of which one owner alone has told: see `_keep_from_others`."""
         for contribution in self._contributions.values():
             contribution.counted = False
             if contribution.live:
@@ -571,7 +573,7 @@ class Book:
             for uid, mask in contribution.shard_epochs.items():
                 self.shard_epochs[uid].pending |= mask if contribution.live else 0
         for state in self.tree.chain():
-            self._include(set(state.contributions()))
+            self._include(state)
         for contribution in self._charged():
             self._charge(contribution)
         self._settle(anew=True)

@@ -15,8 +15,8 @@ from datasetserver.store import Store
 from datasetserver.tree import ContributionId, State, StateTree, spare
 
 _MOST_REPORTERS = 64
-_MOST_UNTAKEN = 16
-"""Other stories of one owner: of a round that is new all peers tell within seconds."""
+_MOST_UNTAKEN = 64
+"""Other stories of one owner: of a round that is new all peers tell within seconds, after an outage of many. No liar tells more at once."""
 _MOST_SPARE_MEMBERS = 1 << 16
 """In all states that one owner's peers were the first to report and that are not on the head's chain: about 10 MB, or 1,000 rounds of 64 peers."""
 _SPARE_EVERY = 32
@@ -66,10 +66,11 @@ class Reports:
             return self._add_reporter(known, reporter)
         if known:
             return self._add_another_story(state, reporter)
-        self._refuse_discarded(state)
         if wrong := self.tree.contradiction(state):
             raise Refused(409, "contradiction", f"State {state.digest[:16]} cannot be: {wrong}.", "Catch up with the swarm.")
-        state.reporters, before = [reporter], self.tree.head
+        self._refuse_discarded(state)
+        state.reporters, before = self._tellers(state, reporter), self.tree.head
+        state.owners = len(self._witnesses(state))
         self.tree.add(state)
         self._store.set_state(state)
         self._keep_places()
@@ -102,9 +103,9 @@ class Reports:
         Who lies may be the first to report a state, and say of it that it holds nothing of the others. And who lies may be the last: that the state of
         an honest peer follows one of his own.
         """
-        owner, known = self._owners.of(reporter), self.tree.get(state.digest)
-        tellers = (stories.get(state.digest) for other, stories in self._untaken.items() if other != owner)
-        state.reporters = [*(told.reporters[0] for told in tellers if told is not None and told.equals(state)), reporter]
+        known = self.tree.get(state.digest)
+        known.owners = len(self._witnesses(known))  # a token may be another's by now
+        state.reporters = self._tellers(state, reporter)
         state.owners = len(self._witnesses(state))
         wrong = self.tree.contradiction(state) or state.parent in self._discarded
         if wrong or not self.tree.outweighs(state):
@@ -117,6 +118,11 @@ class Reports:
             self._store.set_state(told)
         self._keep_places()
         return News.REDRAWN
+
+    def _tellers(self, state: State, reporter: str) -> list[str]:
+        """`reporter`, and of the other owners those peers that told the same before."""
+        told = (stories.get(state.digest) for other, stories in self._untaken.items() if other != self._owners.of(reporter))
+        return [*(one.reporters[0] for one in told if one is not None and one.equals(state)), reporter]
 
     def _keep_untaken(self, state: State, reporter: str) -> None:
         stories = self._untaken[self._owners.of(reporter)]
@@ -132,6 +138,7 @@ class Reports:
                 self._store.clear_after_discarded(state.digest)
             return
         if len(self._said_to_follow) < _MOST_DISCARDED:
+            self._store.set_after_discarded(state.digest)
             self._said_to_follow.add(state.digest)  # so that what follows it is refused, too, until somebody says that it follows another state
         message = f"The host has discarded state {state.digest[:16]}, or one before it."
         raise Refused(409, "discarded", message, "Start again: dd-peer goes on from what was before it.")

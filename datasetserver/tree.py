@@ -7,7 +7,7 @@ be a lie. Of two stories of one state the one that counts more is kept. Not prom
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,8 +131,10 @@ class StateTree:
         Nothing else is counted anew: a liar may name another's next contribution in a thousand states.
         """
         having = set(self._having.get(pair, ()))
+        order = self._descendants(self._states[digest] for digest in having)
+        live = self._live_of(order)
         after: set[str] = set()
-        for one in self._descendants(self._states[digest] for digest in having):
+        for one in order:
             ancestor = self._ancestor(one)
             earlier = ancestor is not None and ancestor.digest in after
             if one.digest in having and not earlier:
@@ -140,15 +142,12 @@ class StateTree:
             if one.digest in having or earlier:
                 after.add(one.digest)
             one.counted, _ = self._weigh(one, ancestor, one.own)
-            self._prefer_live(one)
+            if one.digest in live and (self.head is None or _rank(one) > _rank(self.head)):
+                self.head = one
 
     def is_told(self, pair: ContributionId) -> bool:
         """Whether a state that we know has this contribution."""
         return pair in self._having
-
-    def last_round_of(self, pair: ContributionId) -> int:
-        """Of the states that have this contribution; 0 where none has."""
-        return max((self._states[digest].round for digest in self._having.get(pair, ())), default=0)
 
     def stood(self, places: Iterable[tuple[str, str]]) -> None:
         """Where each reporter stood, as it was kept: the states alone do not say in which order they were told."""
@@ -328,6 +327,16 @@ class StateTree:
     def _is_live(self, state: State) -> bool:
         """Whether somebody stands on it, or on what is counted on top of it."""
         return bool(state.standing) or any(one.standing for one in self._descendants([state]))
+
+    def _live_of(self, states: Sequence[State]) -> set[str]:
+        """Those of them that are live, ancestors first, and no descendant of theirs is missing: each is looked at once."""
+        live: set[str] = set()
+        for one in reversed(states):
+            if one.standing or one.digest in live:
+                live.add(one.digest)
+                if (ancestor := self._ancestor(one)) is not None:
+                    live.add(ancestor.digest)
+        return live
 
     def _prefer(self, state: State) -> None:
         """Make `state`, which is live, the head, or one before it, if that is better: one that adds nothing comes after its parent."""

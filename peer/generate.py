@@ -107,9 +107,9 @@ def load(config: GenerateConfig) -> Any:
     for source in config.embedding:
         log.info("the learned word of %s is %s", source, loading.add_embedding(pipeline, Path(source)))
     if model.facts.ddim:
-        from diffusers import DDIMScheduler
+        from peer.models.diffusion.noising import ddim
 
-        pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+        pipeline.scheduler = ddim(pipeline.scheduler.config)
     model.cast(dtype)  # what was added
     if hasattr(model.vae, "use_slicing"):
         model.vae.enable_slicing()  # a batch is decoded one picture at a time: that takes more memory than the denoiser's steps

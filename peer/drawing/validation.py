@@ -11,6 +11,7 @@ import torch
 
 from peer.contracts import Model
 from peer.machine.device import Precision, RankGroup
+from peer.models.diffusion.noising import ddim
 from swarm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -82,17 +83,15 @@ class Validation:
 
 def check_steps(scheduler: Any, option: str, steps: int) -> None:
     """Raises UserError for more than pictures can be drawn in: DDIM takes each step of the noise once at most, others divide them."""
-    from diffusers import DDIMScheduler
-
-    if _kind_to_draw(scheduler) is DDIMScheduler and steps > (most := scheduler.config.num_train_timesteps):
+    if _is_drawn_by_ddim(scheduler) and steps > (most := scheduler.config.num_train_timesteps):
         raise UserError(f"{option} is {steps}, but the noise of this model has {most} steps.", fix=f"Use at most {most}; 25 is usual.")
 
 
-def _kind_to_draw(scheduler: Any) -> Any:
-    """DDIM's class where that fits the model, else the scheduler's own."""
+def _is_drawn_by_ddim(scheduler: Any) -> bool:
+    """Whether that fits the model; else its own kind draws."""
     from diffusers import DDIMScheduler
 
-    return DDIMScheduler if DDIMScheduler in getattr(scheduler, "compatibles", ()) else type(scheduler)
+    return DDIMScheduler in getattr(scheduler, "compatibles", ())
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def untouched(model: Model, device: torch.device) -> Iterator[None]:
     """Within the block the model is in its mode for drawing, with a scheduler of its own, and decodes one picture at a time; afterwards all is as before."""
     pipeline = model.pipeline
     scheduler = pipeline.scheduler
-    pipeline.scheduler = _kind_to_draw(scheduler).from_config(scheduler.config)
+    pipeline.scheduler = ddim(scheduler.config) if _is_drawn_by_ddim(scheduler) else type(scheduler).from_config(scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     try:
         with evaluated(model, device), one_by_one(model.parts["vae"]), model.decoding_exactly():

@@ -123,6 +123,9 @@ def _opened(path: Path | None) -> sqlite3.Connection | None:
         return None
     try:
         return _prepared(path)
+    except sqlite3.OperationalError as error:  # the disk is full, or another program has it: the file is good
+        log.warning("keeping the run's history in memory only: %s", error)
+        return None
     except sqlite3.DatabaseError as error:
         log.warning("%s is not a history (%s); moved it aside, starting a new one", path, error)
     try:
@@ -142,7 +145,8 @@ def _prepared(path: Path) -> sqlite3.Connection:
             "CREATE TABLE IF NOT EXISTS point (run TEXT, time REAL, round INTEGER, samples INTEGER, loss REAL, "
             "samples_per_second REAL, peers INTEGER, utilisation REAL, PRIMARY KEY (run, time)) WITHOUT ROWID"
         )
-        db.execute("SELECT run, time, round, samples, loss, samples_per_second, peers, utilisation FROM point LIMIT 1")
+        if tuple(name for _, name, *_ in db.execute("PRAGMA table_info(point)")) != ("run", *COLUMNS):
+            raise sqlite3.DatabaseError("its columns are others")
         db.commit()
     except BaseException:
         db.close()

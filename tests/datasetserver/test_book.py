@@ -631,11 +631,11 @@ def test_of_two_stories_the_one_that_more_owners_tell_is_kept(db, clock, first):
         assert one.tree.get(true.digest).equals(true) and set(one.tree.get(true.digest).reporters) == {"alice", "bob"}
     with refusal("contradiction"):
         book.add_final(replace(lie, reporters=[]), "mallory")
-    for number in range(40):
+    for number in range(80):
         book.add_final(state(f"s{number}", "one", 2, 7, ("nobody", number, 1)), "mallory")
         with refusal("contradiction"):
             book.add_final(state(f"s{number}", "one", 2, 6, ("nobody", number, 0)), "mallory")
-    assert max(map(len, book._reports._untaken.values())) == 16
+    assert max(map(len, book._reports._untaken.values())) == 64
 
 
 def test_what_was_said_to_follow_a_discarded_state_comes_back_when_it_is_reported_as_it_is(db, clock):
@@ -745,6 +745,55 @@ def test_registrations_that_send_the_run_from_branch_to_branch_are_bounded_too(d
             for start in (0, 100) if number % 2 else (100, 0):
                 book.contribute(f"mallory{number}", start + 2, ["0:0:0"], offered=True)
     book.contribute("bob", 1, keys(book.lease("bob", 1)))
+
+
+def test_whose_next_contributions_a_liar_names_pays_nothing_for_it(db, clock):
+    book = of_three_owners(db, clock)
+    before = final(book, 1, None, 1, 0)
+    for name, reporter, first in (("left", "mallory", 2), ("right", "mallory2", 3)):
+        members = [("alice", first, 4)]
+        book.add_final(state(name, "alice1", 2, before + 4, *members), reporter)
+    for number in (2, 3):
+        book.contribute("alice", number, keys(book.lease("alice", 4)))
+    assert book.tree.head.round == 2 and set(book._costly._of) <= {"token m"} | {"token a"} and book._costly._of["token a"]._left >= 62
+
+
+def test_a_state_that_is_far_ahead_keeps_no_samples_from_who_trained_them(db, clock):
+    book = of_three_owners(db, clock)
+    mine = keys(book.lease("alice", 1))
+    book.contribute("alice", 1, mine)
+    clock.now += 121
+    assert keys(book.lease("bob", 1)) == mine
+    book.add_final(state("far", "nowhere", 2**53, 2**53, ("alice", 1, len(mine))), "mallory")
+    for peer in ("alice", "bob"):
+        book.add_final(state("a", None, 1, len(mine), ("alice", 1, len(mine))), peer)
+    assert not book.unsure
+
+
+def test_what_was_said_to_follow_a_discarded_state_is_remembered_over_a_restart(db, clock):
+    book = of_three_owners(db, clock)
+    book.discard([digest("bad")])
+    for name, parent, round_ in (("child", "bad", 2), ("grandchild", "child", 3)):
+        with refusal("discarded"):
+            book.add_final(state(name, parent, round_, 9, ("nobody", round_, 1)), "alice")
+    again = reopen(book, db, clock)
+    with refusal("contradiction"):  # and what cannot be changes nothing of that
+        again.add_final(state("grandchild", "other", 3, 0, ("nobody", 3, 1)), "mallory")
+    for peer in ("alice", "bob"):
+        with refusal("discarded"):
+            again.add_final(state("great grandchild", "grandchild", 4, 10, ("nobody", 4, 1)), peer)
+
+
+def test_an_untaken_word_counts_when_the_state_is_told_again(db, clock):
+    book = of_three_owners(db, clock)
+    true, made_up, lie = a_round_and_a_lie(book)
+    book.add_final(made_up, "mallory")
+    book.add_final(lie, "mallory2")
+    with refusal("contradiction"):
+        book.add_final(replace(true, reporters=[]), "alice")
+    book.discard([made_up.digest])
+    book.add_final(replace(true, reporters=[]), "bob")
+    assert book.tree.get(true.digest).owners == 2
 
 
 def test_keys_of_very_many_shard_epochs_are_bounded(db, clock, monkeypatch):

@@ -169,6 +169,23 @@ def test_a_history_survives_a_restart_and_another_run_begins_its_own(tmp_path):
     other.close()
 
 
+def test_a_history_that_another_program_has_stays_where_it_is(tmp_path, caplog):
+    path = tmp_path / "history.sqlite"
+    history = History(path)
+    assert history.note("run", point(1))
+    history.close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        there = History(path)
+        assert there.note("run", point(2)) and "in memory only" in caplog.text
+        there.close()
+    again = History(path)
+    again.note("run", point(3))
+    assert again.columns()["round"] == [1, 3] and not path.with_suffix(".broken").exists()
+    again.close()
+
+
 def test_a_history_merges_what_comes_fast_and_what_has_become_too_much(tmp_path):
     history = History(tmp_path / "history.sqlite", most=8)
     assert history.note("run", point(0)) and not history.note("run", (1004.0, 0, 0, 0.1, 1.0, 2, None))

@@ -174,4 +174,11 @@ def changed(scheduler: Any, wanted: Mapping[str, Any]) -> Any:
         asked["timestep_spacing"] = "trailing"
         if "rescale_betas_zero_snr" not in inspect.signature(kind.__init__).parameters:
             kind = DDIMScheduler
-    return kind.from_config(scheduler.config, **asked)
+    return ddim(scheduler.config, **asked) if kind is DDIMScheduler else kind.from_config(scheduler.config, **asked)
+
+
+def ddim(config: Mapping[str, Any], **values: Any) -> Any:
+    """DDIM in place of the scheduler with this config. Where that was of a kind which says nothing of it, DDIM would clip latents at 1; they reach 4."""
+    from diffusers import DDIMScheduler
+
+    return DDIMScheduler.from_config(config, **{name: False for name in ("clip_sample", "set_alpha_to_one") if name not in config}, **values)

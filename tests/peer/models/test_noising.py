@@ -11,7 +11,9 @@ from diffusers import (
     DiffusionPipeline,
     EDMDPMSolverMultistepScheduler,
     EDMEulerScheduler,
+    EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    PNDMScheduler,
 )
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 from safetensors.torch import save_file
@@ -19,7 +21,7 @@ from safetensors.torch import save_file
 from peer.contracts import LatentBatch
 from peer.models.diffusion.distance import distance_of
 from peer.models.diffusion.flow import Flow
-from peer.models.diffusion.noising import Noising, multires, sample_losses
+from peer.models.diffusion.noising import Noising, changed, ddim, multires, sample_losses
 from peer.rooms import load_part
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
@@ -119,6 +121,18 @@ def test_a_single_file_of_a_model_with_edms_noise_is_refused(name, tmp_path):
     save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=f"has EDM's noise .{name}"):
         load_part("models", "sdxl").load(tmp_path / "model.safetensors", CPU, RunConfig())
+
+
+@pytest.mark.parametrize("kind", [EulerDiscreteScheduler, PNDMScheduler])
+def test_ddim_in_place_of_another_kind_clips_nothing(kind):
+    made = kind(beta_schedule="scaled_linear")
+    drawn = ddim(made.config)
+    drawn.set_timesteps(4)
+    noise = torch.full((1, 4, 2, 2), 0.5)
+    noisy = drawn.add_noise(torch.full_like(noise, 3.0), noise, drawn.timesteps[-2:-1])
+    assert torch.allclose(drawn.step(noise, drawn.timesteps[-2], noisy).pred_original_sample, torch.tensor(3.0), atol=1e-4)
+    assert changed(made, {"rescale_betas_zero_snr": True}).config.get("clip_sample", False) is False
+    assert ddim(DDIMScheduler(clip_sample=True).config).config.clip_sample, "what says so is taken at its word"
 
 
 def test_a_run_that_changes_the_noise_is_saved_with_a_scheduler_that_begins_where_it_ends(load, tmp_path):
