@@ -34,6 +34,7 @@ KNOWN = {
 
 
 KNOWN_MIXED = {
+    93003720: "a bit flipped in a peer's only state: it forgot who had sealed it, and a liar led it at once",
     304052: "a trainer that waited for samples heard of no final round; a power cut later nobody knew of nine rounds",
     304263: "three volunteers behind NAT kept each other on a state that all who can be dialled had left (R5)",
     60000425: "a peer reported rounds of a branch that it had just come to, before its disk had a state of it",

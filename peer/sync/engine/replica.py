@@ -121,14 +121,15 @@ class Replica:
         self.trainer = Trainer(line, self.state, strategy, node.peer_id, self.bell, clock, last_number)
         # Who is there.
         self.met = Met(store.folder / "met.json", run.digest)
-        if store.forsaken and not state.header.round:
+        forsaken = store.forsaken and not state.header.round
+        if forsaken:
             self.met.clear()  # those that stood with us there know nothing better: we come as a newcomer does
         company = Company(self.met, lambda: self.state.value.header.round, clock, node.peer_id, lambda: self.members.bans.trusted)
         self.neighbours = Neighbours(node, run, state.header.schema, clock, company, wall, self.members)
         # Which state is right, and how a better one comes here.
         outer, streams = OuterStep(strategy, wire, store.buffers), Streams(node, upload, self.members)
         seals = Seals(run, node, self.members)
-        self.certificates = Certificates(seals, store.folder / "certificate.json", state)
+        self.certificates = Certificates(seals, store.folder / "certificate.json", state, forsaken=forsaken)
         self._evidence = Evidence(streams, seals, self.certificates, self.bell.ring, clock)
         self.heads = Heads(
             self.met, self.neighbours.others, state, lambda peer: self._state_fetch.avoids(peer), clock, leads=not node.client_mode,
@@ -155,8 +156,9 @@ class Replica:
         self._equivocation = Equivocation(streams, self.members.proofs, self.neighbours.others, clock, self._rng)
         self._checks = SpotChecks(run, node, streams, wire, self.members.proofs, self.neighbours.others, clock, self._rng)
         self._wrong_states = WrongStates(self.members.proofs, state)
-        forsaken = store.forsaken or bool(store.discarded.names)
-        self._beginning = Beginning(run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, forsaken)
+        self._beginning = Beginning(
+            run, last_known, last_holders, min_peers, clock, self.end, store.discarded.holds, store.forsaken or bool(store.discarded.names)
+        )
         # What is kept of our states, what is handed out, and what others see of us.
         self._past = Past(streams, self.state, self._holders, self.trainer.final, read_rounds(rounds_path), clock)
         self._finality = Finality(state, self._past.earlier())

@@ -304,6 +304,19 @@ def test_after_a_power_cut_a_peer_knows_the_certificate_of_the_state_that_its_di
     assert Certificates(five.seals(0), tmp_path / "certificate.json", state).others, "of that branch nothing is known"
 
 
+def test_who_has_lost_its_states_and_not_their_certificate_waits_for_those_who_sealed_it(five, tmp_path):
+    """Seed 93003720: a bit flipped in the only state, and a liar that waited led the peer at once."""
+    base, *_, state = five.lineage(5)
+    ours = Certificates(five.seals(0), tmp_path / "certificate.json", state)
+    ours.see([five.record(2, state)])
+    ours.saved(state)
+    back = Certificates(five.seals(0), tmp_path / "certificate.json", base)
+    assert back.others == {five.peers[2]} and back.shown.certificate is None
+    back.moved(five.lineage(2, by=2)[-1])
+    assert not back.others
+    assert not Certificates(five.seals(0), tmp_path / "certificate.json", base, forsaken=True).others
+
+
 def test_records_without_a_seal_with_another_states_or_of_no_member_bring_nothing(five, tmp_path):
     *_, before, state = five.lineage(5)
     ours = Certificates(five.seals(0), tmp_path / "certificate.json", state)

@@ -19,9 +19,10 @@ log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """path: of the strongest one; a file that cannot be read, or is of another line, is begun anew."""
+    """path: of the strongest one; a file that cannot be read, or is of another line, is begun anew. forsaken: whether it certifies what was discarded,
+    so that those who sealed it know nothing better than others."""
 
-    def __init__(self, seals: Seals, path: Path, state: State):
+    def __init__(self, seals: Seals, path: Path, state: State, *, forsaken: bool = False):
         self._seals, self._path = seals, path
         self._made: dict[str, CommittedRound] = {}
         """The rounds that made our state and its last ancestors."""
@@ -37,6 +38,8 @@ class Certificates:
         if seals.needed:
             self._best = self._kept = self._others = self._read()
             self.moved(state)
+            if not (state.header.round or forsaken):  # our states are gone from the disk: those whom we had company of may be back soon
+                self._others = self._kept
 
     @property
     def seal(self) -> str:
