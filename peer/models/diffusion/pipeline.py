@@ -51,7 +51,18 @@ def load_pipeline(family: Family, source: Path, config: str = "", *, as_filed: b
     for part in pipeline.components.values() if not as_filed else ():
         if hasattr(part, "parameters"):
             part.float()
+    for name, part in pipeline.components.items():
+        if getattr(getattr(part, "config", None), "model_type", "").startswith("clip_text"):
+            pool_at_the_end(part, pipeline.components[name.replace("text_encoder", "tokenizer")])
     return pipeline
+
+
+def pool_at_the_end(encoder: Any, tokenizer: Any) -> None:
+    """SDXL and FLUX.1 are published with CLIPs that pool at the highest id. That is the caption's end, but where a new word is in it, whose id is higher:
+    then no later word counts. transformers does so where the config has 2 for the end, as before its pull request 24773."""
+    for part in (encoder.config, *encoder.modules()):
+        if getattr(part, "eos_token_id", None) == 2:
+            part.eos_token_id = tokenizer.eos_token_id
 
 
 def _unused(family: Family) -> dict[str, Any]:

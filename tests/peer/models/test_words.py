@@ -69,3 +69,17 @@ def test_a_new_word_is_laid_over_them_and_written_unrounded(family, filed_in_bf1
         encoder, tokenizer = model.parts[name], getattr(model.pipeline, model.facts.text_encoders[name].tokenizer)
         assert torch.equal(encoder.get_input_embeddings().weight[tokenizer.convert_tokens_to_ids(captions[0].split()[1])], vectors[0])
         assert vectors.dtype is torch.float32 and not torch.equal(vectors, vectors.to(BF16).float())
+
+
+@pytest.mark.parametrize("family", ["sdxl", "flux"])
+def test_what_comes_after_a_new_word_counts_in_the_pooled_text_too(family, tmp_path):
+    """As SDXL and FLUX.1 are published: with 2 as the end of their captions, CLIP pools at the highest id, which is the new word's."""
+    pipeline = tiny.build(family)
+    for part in pipeline.components.values():
+        if getattr(getattr(part, "config", None), "model_type", "").startswith("clip_text"):
+            part.config.eos_token_id = 2
+    pipeline.save_pretrained(tmp_path)
+    model, *_ = placed(tmp_path, None, **WORD)
+    told = model.encode_text(["<dicoo>", "<dicoo> a red square"])
+    pooled = [name for name, value in told.items() if value.dim() == 2]
+    assert pooled and all(not torch.equal(*told[name]) for name in pooled)
