@@ -10,7 +10,7 @@ from swarm.errors import UserError
 from swarm.logs import FORMATS
 from swarm.options import option, options
 from swarm.records import MAX_NAME
-from swarm.urls import check_url
+from swarm.urls import check_token, check_url
 
 
 @options
@@ -282,8 +282,7 @@ class PeerConfig:
         for url in (self.datasetserver, self.check):
             if url and not (url is self.check and url.startswith("/")):
                 check_url(url)
-        if self.token and not (self.token.isascii() and self.token.isprintable() and " " not in self.token):
-            raise UserError("token contains characters that are not allowed.", fix="Copy it whole, without spaces.")
+        check_token(self.token)
         if self.host_key and not re.fullmatch("[0-9a-f]{64}", self.host_key):
             raise UserError(
                 "host_key is not a host's key.", fix="Copy it whole: 64 digits and small letters a to f, which the server prints."

@@ -35,7 +35,7 @@ from swarm.run_defaults import DEFAULTS
 from swarm.runs import choose, genuine, named_in, several
 from swarm.screen import screen
 from swarm.tasks import end_tasks
-from swarm.urls import check_url
+from swarm.urls import check_token, check_url
 
 _MAX_ANSWER_BYTES = 16 << 20
 _LONGEST_NAME = 64
@@ -105,6 +105,7 @@ def asking(
 
 
 def _from_server(url: str, seconds: float, token: str) -> dict[str, Any]:
+    check_token(token)
     check_url(url, fix="Give http://HOST:PORT of a dataset server, or /ip4/.../p2p/... of a peer.")
     try:
         request = urllib.request.Request(url.rstrip("/") + "/v1/progress")

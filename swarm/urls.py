@@ -1,4 +1,4 @@
-"""URLs of dataset servers that people type, checked before anybody waits for an answer."""
+"""URLs and tokens of dataset servers that people type, checked before anybody waits for an answer."""
 
 import urllib.parse
 
@@ -18,9 +18,17 @@ def check_url(url: str, option: str = "", fix: str = "It looks like http://203.0
     raise UserError(f"{name} is not a URL.", fix=fix)
 
 
+def check_token(token: str) -> None:
+    """Raises UserError for what no header can bring, such as the quotation marks that a mail program puts in."""
+    if token and not (token.isascii() and token.isprintable() and " " not in token):
+        raise UserError("token contains characters that are not allowed.", fix="Copy it whole, without spaces.")
+
+
 def _is_url(text: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not set(text) & set(" \t\n,")
+        host = (parts.hostname or "").encode("idna")  # refuses 203.0.113..7
+        sent = parts.path + parts.query
+        return parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and sent.isascii() and not set(text) & set(" \t\n,")
     except ValueError:
         return False

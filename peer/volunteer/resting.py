@@ -116,6 +116,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"There is no folder {folder}.", fix="Give the peer's --output_dir.")
     if not any((folder / name).exists() for name in _OF_A_PEER):  # an order in another folder is lost
         raise UserError(f"No peer has run in {folder}.", fix="Give the peer's --output_dir.")
+    if (folder / "settled").is_dir() and not (folder / "contribution_number").exists():
+        raise UserError(f"The peer in {folder} assists, and does not rest.", fix="Stop it with Ctrl-C; the same command goes on.")
     try:
         files.replace(folder / FILE, f"{_STATES[verb]}\n".encode("ascii"))
     except OSError as error:

@@ -83,3 +83,12 @@ def test_an_order_for_a_peer_that_is_not_there_is_a_mistake(tmp_path, capsys):
     assert "There is no folder" in capsys.readouterr().err
     assert main(["pause", "--output_dir", str(tmp_path)]) == ExitCode.CONFIG
     assert capsys.readouterr().err == f"error: No peer has run in {tmp_path}. Give the peer's --output_dir.\n" and not list(tmp_path.iterdir())
+
+
+def test_a_helper_does_not_rest(tmp_path, capsys):
+    (tmp_path / "settled").mkdir()
+    (tmp_path / "run.json").touch()
+    assert main(["pause", "--output_dir", str(tmp_path)]) == ExitCode.CONFIG
+    assert "assists, and does not rest. Stop it with Ctrl-C" in capsys.readouterr().err
+    (tmp_path / "contribution_number").touch()  # it trained here, too
+    assert main(["pause", "--output_dir", str(tmp_path)]) == ExitCode.OK
