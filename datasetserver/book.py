@@ -32,7 +32,7 @@ _COSTLY_PER_SECOND, _COSTLY_AT_ONCE = 0.5, 64
 """What one owner says that changes the branch, or of a state whose parent is unknown: in a run of 5,000 rounds one takes up to 400 ms. Of an honest
 peer there are a few: what it tells of a lost branch follows what it told before."""
 _STEPS, _SHARD_EPOCHS = 4_000_000, 100_000
-"""So many steps of the tree (`StateTree.steps`), or shard epochs in one list of keys, take as long, and count as one such."""
+"""Steps of the tree (`StateTree.steps`), and shard epochs in one list of keys, that take as long as one such and count as one."""
 _NEGLIGIBLE = 0.01
 """As 1,000 shard epochs: no honest contribution has more. Budgets are remembered of those who spend some."""
 _MOST_WITHDRAWN = 4096

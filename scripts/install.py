@@ -136,7 +136,7 @@ def make_venv(venv: Path) -> None:
     if venv.is_symlink():
         raise SetupError(f"{venv} is a link, and what it leads to may be another's. Remove the link and run this again.", 2)
     if venv.is_dir() and any(venv.iterdir()) and not any((venv / name).exists() for name in ("pyvenv.cfg", "setup.unfinished", "setup.json")):
-        raise SetupError(f"{venv} holds files that are no environment's. Name a folder that is empty, or is not there: --venv {venv}/venv.", 2)
+        raise SetupError(f"{venv} holds other files than an environment's. Name an empty folder, or a new one: --venv {venv}/venv.", 2)
     if venv.exists():
         say(f"deleting what is in {venv}")
         shutil.rmtree(venv)

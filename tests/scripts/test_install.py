@@ -146,7 +146,7 @@ def test_a_folder_with_other_files_is_not_emptied(set_up, tmp_path):
     (tmp_path / "envs").mkdir()
     (tmp_path / "envs" / "thesis.txt").write_text("mine")
     done = set_up("--venv", str(tmp_path / "envs"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no environment's" in done.stderr and not done.asked
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "other files than an environment's" in done.stderr and not done.asked
     assert [path.name for path in (tmp_path / "envs").iterdir()] == ["thesis.txt"]
     (tmp_path / "envs" / "thesis.txt").unlink()
     assert set_up("--venv", str(tmp_path / "envs")).returncode == 0

@@ -425,7 +425,7 @@ def test_what_counts_is_leased_to_nobody_but_a_second_one_that_had_it_as_a_copy(
     scene.checks.ledger.watch(scene.book)
     ((uid, _),) = scene.book.lease("eve", 8).shard_epochs
     scene.book.shard_epochs[uid].counted |= 1
-    scene.checks.ledger._shard_epoch(scene.book.shard_epochs[uid], 1, 0)
+    scene.checks.ledger._shard_epoch(scene.book, scene.book.shard_epochs[uid], 1, 0)
     assert "is counted, and leased to be trained once more" in scene.broken()
 
 

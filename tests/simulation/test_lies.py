@@ -35,7 +35,7 @@ def test_peers_that_die_and_lose_their_disks_are_not_framed_by_a_reducer_that_li
 @pytest.mark.parametrize(("wire", "averaging"), [("fp16", "mean"), ("int4", "centered")])
 def test_a_reducer_that_gives_all_one_wrong_mean_is_banned_within_twenty_rounds_and_its_state_discarded(wire, averaging):
     """It answers no checker, whose list of inputs came with its mean."""
-    world = World(Scenario(seed=5, peers=4, hours=0.015, faults=(), members=True, wrong_mean=True, wire=wire, averaging=averaging))
+    world = World(Scenario(seed=5, peers=4, hours=0.02, faults=(), members=True, wrong_mean=True, wire=wire, averaging=averaging))
     assert_holds(outcome := world.play())
     lies = world.checks.lies
     assert lies.proven and lies.proven.keys() <= world.strangers and 1 <= len(lies.taken[min(lies.proven)]) <= 20
