@@ -565,7 +565,7 @@ class Book:
                 self.shard_epochs[uid].holders.append(lease)
         self._pending: set[tuple[str, int]] = set()
         self.unsure: dict[tuple[str, int], int] = {}
-        """Withdrawn, and counted in a state of this round, of which one owner alone has told: see `_keep_from_others`."""
+        """Contributions that were withdrawn and count after all, by a state of this round that one owner alone tells: see `_keep_from_others`."""
         for contribution in self._contributions.values():
             contribution.counted = False
             if contribution.live:
