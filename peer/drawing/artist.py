@@ -19,6 +19,7 @@ from peer.config import PeerConfig
 from peer.drawing.errand import HOPELESS, MEMORY_SHARE, Errand, begin, end, ending
 from peer.launch.joining import Joined
 from peer.sync.engine.memory import available_bytes
+from swarm import files
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class Artist:
     ):
         self._peer, self._given, self._joined, self._peer_id, self._command = peer, given, joined, peer_id, command
         self._folder = Path(peer.output_dir)
+        self._kept = self._folder / "drawing.state"
+        """A second name of the state that is drawn: with a small --states_total_limit its own may go meanwhile."""
         self._drawn = max(_numbers(self._folder / "validation", _DRAWN), default=-1)
 
     async def draw_forever(self) -> None:
@@ -76,14 +79,18 @@ class Artist:
             run=self._joined.run,
             server_url=self._joined.server_url,
             peer_id=self._peer_id,
-            state=path,
+            state=self._kept,
             round=self._drawn,
             memory_bytes=MEMORY_SHARE * available_bytes(),
         )
         try:
+            self._kept.unlink(missing_ok=True)  # a process that was killed leaves it
+            files.link(path, self._kept)
             how = await self._told(order.to_json())
         except (OSError, asyncio.TimeoutError) as error:
             how = error
+        finally:
+            self._kept.unlink(missing_ok=True)
         if why := ending(how, "draws", f"they were not drawn within {_LONGEST_SECONDS:.0f} s"):
             log.warning("no pictures of round %d: %s", order.round, why)
         return how not in HOPELESS

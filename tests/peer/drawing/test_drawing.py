@@ -190,6 +190,16 @@ def test_without_the_libraries_the_model_or_memory_one_line_says_so_and_it_ends(
     assert not (tmp_path / "validation").exists()
 
 
+def test_a_state_that_is_no_longer_kept_when_it_is_drawn_is_drawn_all_the_same(tmp_path):
+    path = tmp_path / "settled" / "round-00000001-samples-0000000008-0123456789ab.state"
+    path.parent.mkdir()
+    path.write_bytes(b"state")
+    program = f"import json, os, sys; os.unlink({str(path)!r}); print(open(json.load(sys.stdin)['state']).read(), file=open('drawn', 'w'))"
+    one = Artist(helper(tmp_path), {}, Joined(RunConfig(model="x")), "QmA", command=("-c", program.replace("'drawn'", repr(str(tmp_path / "drawn")))))
+    assert asyncio.run(one._draw(one._due()))
+    assert (tmp_path / "drawn").read_text() == "state\n" and not path.exists() and not (tmp_path / "drawing.state").exists()
+
+
 ENDS = {
     "in vain": ("import json, sys; sys.exit(2 if json.load(sys.stdin)['round'] == 1 else 0)", None),
     "killed": ("import os; os.kill(os.getpid(), 9)", "no pictures of round 1: SIGKILL ended the process that draws"),
