@@ -79,6 +79,11 @@ def _main(argv: Sequence[str]) -> None:
         key = HostKey(work_dir / HOST_KEY, missing="draw")  # written after the refusals
         if run:
             check_host_key(run, key, work_dir)
+        if begun and key.is_new:
+            log.warning(
+                "%s has no %s, so the run goes on with a new key, %s: peers that knew the old one need it as --host_key; give bans and discards again",
+                work_dir, HOST_KEY, key.public,
+            )  # fmt: skip
         data = _ingest(work_dir, config, run)
         run = with_dataset(run, data.first) if run else None
         if run and not begun and config.for_members:

@@ -87,6 +87,17 @@ def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one
     assert RunConfig.from_mapping(fetch_run(host.url, token=other).run, where="server") == run and host.stop() == 0
 
 
+def test_an_open_run_whose_key_is_lost_goes_on_with_a_new_one_and_says_so(tmp_path):
+    host = Host(tmp_path).start()
+    before = fetch_run(host.url)
+    assert host.stop() == 0 and "--host_key" not in host.stderr
+    (host.dataset.with_name("data.datasetserver") / "host.key").unlink()
+    host.start()
+    now = fetch_run(host.url)
+    assert now.run == before.run and now.host_key != before.host_key and host.stop() == 0
+    assert f"goes on with a new key, {now.host_key}: peers that knew the old one need it as --host_key" in host.stderr
+
+
 def test_a_spare_in_the_place_of_a_lost_key_goes_on_with_the_run(tmp_path, capsys):
     token = add(tmp_path / "tokens", "alice", 1)
     host = Host(tmp_path, "--tokens", str(tmp_path / "tokens")).start()
