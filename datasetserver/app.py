@@ -25,7 +25,7 @@ from datasetserver.newcomers import MOST_OF_AN_OWNER
 from datasetserver.openapi import Endpoint, describe
 from datasetserver.refused import Refused
 from datasetserver.samples import indices
-from datasetserver.service import SERVICE, Service, for_run, head_of, progress_of, with_run
+from datasetserver.service import SERVICE, Service, as_head, for_run, progress_of, with_run
 from datasetserver.tree import State
 from datasetserver.wrong_states import bury
 from swarm import protocol
@@ -93,7 +93,7 @@ async def _run_answer(service: Service, asker: str, status: int = 200) -> web.Re
             url=service.url,
             initial_peers=visible_maddrs(maddrs, asker)[:64],
             manifest=service.data.digest,
-            head=await service.ledger.call(head_of),
+            head=await service.ledger.call(lambda book: as_head(book.told)),
             server_time=service.wall(),
             host_key=service.key.public,
             signature=service.key.sign("run", digest_json(run)),
@@ -229,7 +229,7 @@ async def post_round(request: web.Request) -> web.Response:
     def operation(book: Book) -> tuple[protocol.Head, bool]:
         new = book.tree.get(asked.digest) is None
         book.add_final(State(asked.digest, asked.parent, asked.round, asked.samples, members), asked.peer)
-        return head_of(book), new
+        return as_head(book.tree.head), new
 
     head, new = await _told(request, asked.peer, operation)
     if new:

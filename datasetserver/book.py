@@ -269,6 +269,18 @@ class Book:
         return "ended" if self._total and self.counted_samples >= max(self._total, self._extended()) else self._order()
 
     @property
+    def told(self) -> State | None:
+        """The state that newcomers hear of; None: none. They wait for who has it, and end where it has all the run's samples.
+
+        So one owner's word is not enough while there is more: with one report a peer could end all that start. Once we have counted all samples, or
+        before two owners stand behind any state, it is the head, if it has no more samples than we count.
+        """
+        sure, head = self._reports.sure, self.tree.head
+        if sure is not None and self.state != "ended":
+            return sure
+        return head if head is not None and head.samples <= head.counted else sure
+
+    @property
     def counted_samples(self) -> int:
         """In the head's chain, repeated ones included, whatever reports say."""
         return self.tree.head.counted if self.tree.head else 0

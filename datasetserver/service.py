@@ -26,6 +26,7 @@ from datasetserver.rendezvous import Rendezvous
 from datasetserver.signed import Signatures
 from datasetserver.states import States
 from datasetserver.tokens import Tokens
+from datasetserver.tree import State
 from swarm import proofs, protocol
 from swarm.bans import Bans
 from swarm.base_model import shown_model
@@ -210,6 +211,5 @@ def _figures(book: Book) -> dict:
     }
 
 
-def head_of(book: Book) -> protocol.Head | None:
-    head = book.tree.head
-    return head and protocol.Head(digest=head.digest, round=head.round, samples=head.samples, reporters=list(head.reporters))
+def as_head(state: State | None) -> protocol.Head | None:
+    return state and protocol.Head(digest=state.digest, round=state.round, samples=state.samples, reporters=list(state.reporters))

@@ -195,8 +195,12 @@ class StateTree:
 
     def twin(self, digest: str) -> State | None:
         """Another state whose digest begins as this one does: of its ancestors of long ago a state has the first ELDER_CHARACTERS only, so peers
-        take one for the other. A report may name any digest."""
-        return next((state for state in self._states.values() if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS])), None)
+        take one for the other. A report may name any digest: what one owner tells, beside a state that two do, is none, or one member could keep the
+        host from discarding whatever it likes."""
+        known = self._states.get(digest)
+        fewest = 2 if known is not None and known.owners > 1 else 1
+        alike = (state for state in self._states.values() if state.digest != digest and state.digest.startswith(digest[:ELDER_CHARACTERS]))
+        return next((state for state in alike if state.owners >= fewest), None)
 
     def remove(self, *digests: str) -> tuple[list[State], list[State]]:
         """Forget states and all that descend from them; returns them, and those that were only taken to descend from them."""

@@ -341,6 +341,8 @@ class PeerConfig:
         self._check_prior()
         if self.train_data_dir and self.dataset_name:
             raise UserError("Two datasets are given.", fix="Give --train_data_dir or --dataset_name.")
+        if self.repeats > 1 and not self.train_data_dir:
+            raise UserError("repeats is for the pictures of --train_data_dir.", fix="Remove it, and give --num_train_epochs more.")
         if self.dataset_part and not self.dataset_name:
             raise UserError(
                 "dataset_part is a part of --dataset_name, and none is given.", fix="Add --dataset_name, or remove --dataset_part."

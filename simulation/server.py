@@ -28,7 +28,7 @@ from datasetserver.openapi import Endpoint
 from datasetserver.owners import Sender
 from datasetserver.proven import Proven
 from datasetserver.server import make_book
-from datasetserver.service import SERVICE, head_of
+from datasetserver.service import SERVICE
 from datasetserver.signed import Signatures
 from simulation.disk import Disk
 from simulation.loop import OWNER
@@ -211,7 +211,7 @@ class Server:
 
     def last_known(self) -> dict[str, Any] | None:
         """What a peer that starts hears of the newest state."""
-        head = None if self.away else head_of(self.book)
+        head = None if self.away else self.book.told
         return head and {"digest": head.digest, "round": head.round, "samples": head.samples, "peers": list(head.reporters)}
 
     def crash(self) -> None:

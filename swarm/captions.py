@@ -16,6 +16,7 @@ Faults = list[tuple[str, str]]
 CAPTION_COLUMNS = ("text", "caption", "prompt")
 METADATA = ("metadata.csv", "metadata.jsonl")  # the later one wins
 _MAX_LINE_BYTES = 1 << 20
+_JOINERS = "\u200c\u200d"
 
 
 class Row(NamedTuple):
@@ -26,9 +27,9 @@ class Row(NamedTuple):
 
 
 def one_line(text: str) -> str:
-    """A caption as one line of composed characters (NFC) without control characters."""
+    """A caption as one line of composed characters (NFC) without control characters; those that join letters and emoji stay."""
     text = unicodedata.normalize("NFC", text)
-    return "".join(char if char.isprintable() else " " for char in text).strip()
+    return "".join(char if char.isprintable() or char in _JOINERS else " " for char in text).strip()
 
 
 def several(value: Any) -> Captions:

@@ -51,6 +51,8 @@ class HubDataset:
         for option, column in columns.items():
             if column not in features:
                 raise UserError(f"{self} has no column '{column}'; it has {', '.join(features)}.", fix=f"Give one of them as --{option}.")
+        if not bare and _never_text(features[self.caption_column]):
+            raise UserError(f"The column '{self.caption_column}' of {self} holds no text.", fix="Give one with captions as --caption_column, or --instance_prompt.")
         rows = rows.select_columns(list(columns.values()))
         if isinstance(features[self.image_column], datasets.Image):
             rows = rows.cast_column(self.image_column, datasets.Image(decode=False))
@@ -78,6 +80,13 @@ class HubDataset:
                 fix="Check its name, configuration and split, and the connection; what was read and checked already is kept.",
                 code=ExitCode.NETWORK,
             ) from error
+
+
+def _never_text(feature: Any) -> bool:
+    import datasets
+
+    kind = getattr(feature, "dtype", None)
+    return isinstance(feature, datasets.ClassLabel) or (isinstance(feature, datasets.Value) and "string" not in kind and kind != "null")
 
 
 def read_picture(value: Any, dataset: str) -> bytes:

@@ -187,7 +187,7 @@ def with_token(argv: Sequence[str]) -> list[str]:
 def load_toml(path: Path) -> dict[str, Any]:
     """Raises UserError for a file that cannot be read, or is no TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Notepad's begin with a mark
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", fix="Check the path.") from None
     except OSError as error:

@@ -18,6 +18,7 @@ from peer.contracts import SourceContext
 from peer.data import directory
 from peer.data.shards import read_shard
 from peer.samples.decoding import choose_caption
+from swarm.captions import one_line
 from swarm.digest import digest_bytes
 from swarm.run_config import RunConfig
 
@@ -179,6 +180,10 @@ def test_a_host_and_a_peer_leave_out_the_same_files_for_the_same_reasons(tmp_pat
     (line,) = [record.getMessage() for record in caplog.records if record.name == directory.log.name]
     assert line.startswith(f"left out files={len(LEFT_OUT)} of pictures=26 ")
     assert sorted(line.split(" ", 5)[5].split("; ")) == sorted(f"{name}: {reason}" for name, reason in rejected)
+
+
+def test_a_caption_keeps_what_joins_letters_and_emoji():
+    assert [one_line(text) for text in ("\u0645\u06cc\u200c\u062e", "\U0001f469\u200d\U0001f680", "a\u200eb\tc")] == ["\u0645\u06cc\u200c\u062e", "\U0001f469\u200d\U0001f680", "a b c"]
 
 
 def test_a_snapshot_in_the_hubs_cache_has_its_files_behind_links(tmp_path):

@@ -88,14 +88,16 @@ class HuggingFace(Alone):
             while self._file < len(order):
                 rows = self._shuffled(order[self._file], self._window)
                 if self._position < len(rows):
-                    self._any = True
                     self._position += 1
-                    return rows[self._position - 1]
+                    sample = rows[self._position - 1]
+                    self._any = self._any or bool(sample.image)
+                    return sample
                 self._window, self._position = (self._window + 1, 0) if rows else (0, 0)
                 self._file += not rows
             if not self._any:
                 raise UserError(
-                    f"No row of the dataset {self._dataset} is this peer's.", fix="Check --dataset_split and --dataset_part."
+                    f"No row of the dataset {self._dataset} is one that this peer can use.",
+                    fix="Check --dataset_split and --dataset_part, and the warnings above.",
                 )
             self._epoch, self._file = self._epoch + 1, 0
         return None

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from peer.results.output_folder import asked_path
 from swarm.digest import digest_file, digest_json
 from swarm.errors import ExitCode, UserError, system_number
 from swarm.files import flush
@@ -80,7 +81,7 @@ class Checkpoints:
         """
         folder, paths = self._folder, self.paths()
         if wanted != "latest":
-            asked = Path(os.path.abspath(wanted))  # of `.` too; a link stays where it is, beside the run's run.json
+            asked = asked_path(folder, wanted)
             if not asked.is_dir():
                 raise UserError(f"There is no checkpoint {asked}.", fix="Give its folder, or 'latest'.")
             folder = asked.parent

@@ -157,8 +157,15 @@ def _say(folder: Path, owner: Owner) -> None:
     replace(folder / _SAYS, json.dumps({"id": owner.id, **owner.about}, indent=2).encode())
 
 
+def asked_path(folder: Path, wanted: str) -> Path:
+    """Where the checkpoint is that was asked for: a name alone is one in `folder`, if there is one, as in diffusers' scripts."""
+    if Path(wanted).name == wanted and (folder / wanted).is_dir():
+        return folder.absolute() / wanted
+    return Path(os.path.abspath(wanted))  # of `.` too; a link stays where it is, beside the run's run.json
+
+
 def _asks_for_one_here(folder: Path, wanted: str) -> bool:
-    return wanted == "latest" or (wanted not in ("auto", "none") and Path(wanted).resolve().parent == folder.resolve())
+    return wanted == "latest" or (wanted not in ("auto", "none") and asked_path(folder, wanted).resolve().parent == folder.resolve())
 
 
 def _check_adoption(folder: Path, earlier: Owner, owner: Owner) -> None:

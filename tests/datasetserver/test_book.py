@@ -1236,3 +1236,38 @@ def test_of_what_contradicts_what_we_know_too_much_is_too_much(book):
             book.add_final(state("alice1", "lost", 9, 2**20, ("mallory", 1, 1)), "mallory")
     with refusal("too_many_branches"):
         book.add_final(state("alice1", "lost", 9, 2**20, ("mallory", 1, 1)), "mallory")
+
+
+def test_newcomers_hear_of_no_state_by_the_word_of_one_owner_while_two_stand_behind_another(db, clock):
+    """With one report of a state of all the run's samples a member ended every peer that started (exit code 9)."""
+    book = of_three_owners(db, clock, total=100)
+    book.add_final(state("made-up", "unknown", 9, 100, ("mallory", 1, 5)), "mallory")
+    assert book.tree.head.samples == 100 and book.told is None, "none of them is counted"
+    mine = keys(book.lease("alice", 3))
+    book.contribute("alice", 1, mine)
+    one = state("one", None, 1, len(mine), ("alice", 1, len(mine)))
+    assert book.add_final(one, "alice") is book.told, "all of its samples are counted"
+    book.add_final(one, "bob")
+    book.add_final(state("on", "one", 2, len(mine), ("mallory", 1, 0)), "mallory")
+    for each in (book, reopen(book, db, clock)):
+        assert each.told.digest == digest("one")
+
+
+def test_once_all_samples_are_counted_newcomers_hear_of_the_last_state_whoever_tells_it(db, clock):
+    book = of_three_owners(db, clock, total=6)
+    for number, parent in ((1, None), (2, "s1")):
+        book.contribute("alice", number, keys(book.lease("alice", 3)))
+        book.add_final(state(f"s{number}", parent, number, number * 3, ("alice", number, 3)), "alice")
+        if number == 1:
+            book.add_final(state("s1", None, 1, 3, ("alice", 1, 3)), "bob")
+    assert book.state == "ended" and book.told.digest == digest("s2")
+
+
+def test_no_member_keeps_the_host_from_discarding_a_state_by_another_whose_digest_begins_alike(db, clock):
+    book = of_three_owners(db, clock)
+    one = state("one", None, 1, 0, ("alice", 1, 0))
+    book.add_final(one, "alice")
+    book.add_final(replace(state("two", "unknown", 5, 9, ("mallory", 1, 0)), digest=one.digest[:12] + "0" * 52), "mallory")
+    assert book.tree.twin(one.digest) is not None, "each is one owner's word"
+    book.add_final(one, "bob")
+    assert book.tree.twin(one.digest) is None

@@ -173,7 +173,7 @@ def test_a_liar_that_shows_a_state_of_its_own_making_first_keeps_nobody_from_sho
 def test_a_state_that_peers_would_take_for_another_is_left_to_the_host():
     server = Server()
     twin = server.shown.digest[:12] + "0" * 52
-    server.book.tree.add(State(twin, "f" * 64, 9, 9, (("QmBob", 1, 1),), ["QmBob"]))
+    server.book.tree.add(State(twin, "f" * 64, 9, 9, (("QmBob", 1, 1),), ["QmBob"], owners=2))
     assert server.show() == [] and f"state {twin} begins with the same digits" in server.book.wrong.all()[LIAR]
 
 

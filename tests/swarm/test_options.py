@@ -6,7 +6,7 @@ from pydantic import TypeAdapter
 from peer.config import PeerConfig
 from swarm.arguments import ArgumentParser
 from swarm.errors import UserError
-from swarm.options import build, option, options, parse_flags, read_toml, with_token
+from swarm.options import build, load_toml, option, options, parse_flags, read_toml, with_token
 from swarm.other_trainers import OUR_NAMES
 from swarm.run_config import RunConfig
 
@@ -96,6 +96,12 @@ def test_a_file_with_a_mistake_names_it(tmp_path, text, expected):
 
     with pytest.raises(UserError, match=expected):
         read_toml(file, Drink)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbfrank = 4\n")
+    assert load_toml(path) == {"rank": 4}
 
 
 def test_a_missing_file_is_one_line(tmp_path):

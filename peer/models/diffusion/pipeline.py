@@ -135,7 +135,12 @@ def _tokenizers(folder: Path, family: Family) -> dict[str, Any]:
 
 
 def _variant(files: Collection[Path]) -> str | None:
-    return "fp16" if files and all(".fp16." in file.name for file in files) else None
+    return "fp16" if files and all(_is_of(file, "fp16") for file in files) else None
+
+
+def _is_of(file: Path, variant: str) -> bool:
+    """Such as `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors`."""
+    return re.search(rf"\.{variant}[.-]", file.name) is not None
 
 
 def files_read(source: Path) -> list[Path]:
@@ -148,7 +153,7 @@ def files_read(source: Path) -> list[Path]:
 
 
 def _files_of(part: Path, variant: str | None) -> list[Path]:
-    return [file for file in part.glob("*.safetensors") if (f".{variant}." in file.name if variant else file.name.count(".") == 1)]
+    return [file for file in part.glob("*.safetensors") if (_is_of(file, variant) if variant else file.name.count(".") == 1)]
 
 
 def _dtype_in(part: Path, variant: str | None) -> torch.dtype:

@@ -28,6 +28,11 @@ def locate(source: str) -> Path:
     try:
         return Path(DiffusionPipeline.download(source, use_safetensors=True, **dict.fromkeys([*UNUSED, "safety_checker"])))  # 1.2 GB of SD 1.5
     except Exception as error:  # OSError, ValueError, huggingface_hub's and httpx's own
+        if "safetensors" in str(error):
+            raise UserError(
+                f"{source} has no .safetensors weights on the Hub, or only of a variant such as fp16.",
+                fix="Convert it, or fetch it with `hf download`; then give its folder.",
+            ) from error
         raise not_found(source) from error
 
 

@@ -166,11 +166,11 @@ def test_of_several_captions_in_a_row_all_are_handed_on(dataset):
 def test_a_row_without_picture_or_caption_is_left_out_like_a_broken_picture(tmp_path, caplog):
     import datasets
 
-    rows = {"image": [{"bytes": picture(0), "path": None}, None], "text": [None, "x"]}
+    rows = {"image": [{"bytes": picture(0), "path": None}, None, {"bytes": picture(1), "path": None}], "text": [None, "x", "y"]}
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train.parquet")
-    assert [sample.image for sample in source(tmp_path)] == [b"", b""] and "caption is empty" in caplog.text
-    assert sorted(captions(sample for sample in source(tmp_path, instance_prompt="sks") if sample.image)) == ["sks"]
+    assert sorted(sample.image for sample in source(tmp_path)) == [b"", b"", picture(1)] and "caption is empty" in caplog.text
+    assert sorted(captions(sample for sample in source(tmp_path, instance_prompt="sks") if sample.image)) == ["sks", "y"]
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["image", "text"])
@@ -221,6 +221,29 @@ def test_there_must_be_a_dataset(tmp_path):
 def test_a_part_that_has_no_rows_is_an_error_instead_of_an_endless_search(dataset):
     with pytest.raises(UserError, match="No row of the dataset"):
         next(iter(source(dataset, epochs=None, max_train_samples=1, dataset_part="2/2")))
+
+
+def test_a_column_without_text_is_an_error_unless_there_is_a_prompt(tmp_path):
+    import datasets
+
+    rows = {"image": [{"bytes": picture(1), "path": None}], "label": [0]}
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat"])})
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "data" / "train-0-of-1.parquet")
+    with pytest.raises(UserError, match=r"The column 'label' of .* holds no text"):
+        source(tmp_path, caption_column="label")
+    assert captions(source(tmp_path, caption_column="label", instance_prompt="sks")) == ["sks"]
+
+
+def test_a_dataset_of_which_no_row_can_be_used_is_an_error_instead_of_an_endless_search(tmp_path):
+    import datasets
+
+    rows = {"image": [{"bytes": b"", "path": None}] * 3, "text": ["a", "b", "c"]}
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "data" / "train-0-of-1.parquet")
+    with pytest.raises(UserError, match=r"No row of the dataset .* can use"):
+        list(source(tmp_path, epochs=None))
 
 
 def test_a_run_on_a_stream_with_buckets_ends_with_its_epochs_and_resumes_to_the_bit(start, dataset):  # noqa: F811

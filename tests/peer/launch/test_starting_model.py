@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
-from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel
+from diffusers import ChromaTransformer2DModel, DiffusionPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from peer.launch.command_line import parse
@@ -138,6 +138,22 @@ def test_of_a_folder_with_several_variants_those_files_are_counted_that_are_read
     (folder / "safety_checker").mkdir()
     shutil.copy(read[0], folder / "safety_checker" / "model.safetensors")
     assert sorted(files_read(folder)) == read and files_read(read[0]) == [read[0]]
+
+
+def test_a_folder_that_has_its_weights_in_several_fp16_files_only_is_read(tmp_path):
+    pipeline = tiny.build("sd")
+    pipeline.to(torch.float16).save_pretrained(tmp_path / "model", variant="fp16", max_shard_size="40KB")
+    assert (files := files_read(tmp_path / "model")) and any("fp16-00001-of" in file.name for file in files)
+    assert load_model(RunConfig(model=str(tmp_path / "model")), {}, CPU).parts["unet"].conv_in.weight.shape[1] == 4
+
+
+def test_a_model_of_the_hub_without_safe_weights_is_named_as_such(monkeypatch):
+    def download(*_, **__):
+        raise OSError("Could not find the necessary `safetensors` weights in {'unet/diffusion_pytorch_model.bin'} (variant=None)")
+
+    monkeypatch.setattr(DiffusionPipeline, "download", download)
+    with pytest.raises(UserError, match=r"owner/name has no \.safetensors weights on the Hub"):
+        locate("owner/name")
 
 
 @pytest.mark.parametrize("family", ["sd", "sdxl"])

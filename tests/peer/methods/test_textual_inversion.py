@@ -68,3 +68,25 @@ def test_a_word_whose_further_vectors_no_caption_would_bring_is_refused(tiny_mod
     with pytest.raises(UserError, match=rf"Of the 3 vectors of '{word}' .* would read 1\. Write --placeholder_token in lower case, or use --num"):
         attached(word, 3)
     assert attached(word, 1).keys() == attached(word.lower(), 3).keys() == {"text_encoder.learned_embeds"}
+
+
+def kept_bytes(model):
+    """What the text encoders keep of a caption for the way back, and the gradients of the word."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor):
+        model.encode_text(["a <dicoo>"])["states"].sum().backward()
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("family", ["sd", "flux"])
+def test_with_gradient_checkpointing_text_encoders_keep_less_and_give_the_same_gradients(tiny_family, family):
+    run = RunConfig(model=str(tiny_family(family)), placeholder_token="<dicoo>", initializer_token="a")
+    kept, gradients = [], []
+    for checkpointed in (False, True):
+        model = load_model(run, {}, CPU)
+        if checkpointed:
+            model.enable_gradient_checkpointing()
+        params = textual_inversion.build(run).attach(model)
+        kept.append(kept_bytes(model))
+        gradients.append(torch.cat([vectors.grad.flatten() for vectors in params.values() if vectors.grad is not None]))
+    assert kept[1] < 0.8 * kept[0] and torch.allclose(*gradients)

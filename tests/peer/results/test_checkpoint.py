@@ -60,6 +60,14 @@ def test_there_may_be_none_yet_but_one_that_is_named_must_be_there(tmp_path):
         Checkpoints(tmp_path, keep=2).load(str(tmp_path / "checkpoint-000009"))
 
 
+def test_a_name_alone_is_one_of_the_output_folder(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "out", keep=2)
+    saved = checkpoints.save(state(3), {})
+    assert checkpoints.load(saved.name)[0] == saved
+    monkeypatch.chdir(tmp_path / "out")
+    assert checkpoints.load(saved.name)[0] == saved
+
+
 def test_ones_own_are_the_newest_whole_ones_of_the_same(tmp_path, caplog):
     ours, theirs = {"run": "a", "weights": "fp32"}, {"run": "b", "weights": "fp32"}
     mine = Checkpoints(tmp_path, 9, ours)
