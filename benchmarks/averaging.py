@@ -22,10 +22,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table
 
 STOCK = "hivemind fp16"
 WIRES = ("fp32", "int8", "int4")
@@ -177,10 +176,10 @@ class Child:
 @contextlib.contextmanager
 def started() -> Iterator[Child]:
     """A peer in a session of its own, which ends as a whole with the block: hivemind forks, and its forks outlive their parent."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "averaging_peer.py")]
+    command = [sys.executable, "-m", "benchmarks.averaging_peer"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "ERROR"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True) as process:
         try:
             yield Child(process)
         finally:

@@ -158,5 +158,4 @@ def _timed(averager: type, spent: "multiprocessing.sharedctypes.Synchronized") -
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
     main()

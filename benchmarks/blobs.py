@@ -24,16 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import psutil  # noqa: E402
-from PIL import Image  # noqa: E402
+import psutil
+from PIL import Image
 
-from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.hosting import serving  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.protocol import Manifest  # noqa: E402
+from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table
+from benchmarks.hosting import serving
+from swarm.errors import UserError, run_program
+from swarm.protocol import Manifest
 
 START_SECONDS, STALL_SECONDS = 60.0, 60.0
 NGINX_CONF = """

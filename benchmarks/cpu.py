@@ -23,14 +23,13 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from peer.launch.launcher import physical_cores  # noqa: E402
-from peer.machine.allocator import library  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
-from swarm.ports import free_port  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table
+from peer.launch.launcher import physical_cores
+from peer.machine.allocator import library
+from swarm.errors import ExitCode, UserError, run_program
+from swarm.ports import free_port
 
 SIZES = {
     "1 M": ((16, 32, 64, 64), 16, 64), "29 M": ((64, 128, 256, 256), 16, 192), "446 M": ((320, 640, 1280), 32, 768), "tiny": ((8, 8), 8, 8),

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peer.audit.tally import Tally  # noqa: E402
+from peer.audit.tally import Tally
 
 Draw = Callable[[random.Random, int], float]
 """What one contribution of member number n does to the loss."""

@@ -22,18 +22,17 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from PIL import Image  # noqa: E402
+from PIL import Image
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.hosting import dataset_server  # noqa: E402
-from peer.data.client.download import fetch  # noqa: E402
-from peer.data.client.transport import Transport  # noqa: E402
-from peer.data.shards import ShardCache  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.protocol import Manifest, Shard  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table
+from benchmarks.hosting import dataset_server
+from peer.data.client.download import fetch
+from peer.data.client.transport import Transport
+from peer.data.shards import ShardCache
+from swarm.errors import UserError, run_program
+from swarm.protocol import Manifest, Shard
 
 CHUNK_BYTES = 16 << 10
 SIDES = (666, 500)  # of noise: 1 MB as PNG

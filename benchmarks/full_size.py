@@ -30,8 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import argument_parser, family, heed_sigterm, held, print_result, print_table
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare

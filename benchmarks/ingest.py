@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from PIL import Image  # noqa: E402
+from PIL import Image
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from datasetserver.ingest import ingest  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table
+from datasetserver.ingest import ingest
+from swarm.errors import UserError, run_program
 
 
 def main() -> int:

@@ -28,19 +28,18 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel  # noqa: E402
-from PIL import Image  # noqa: E402
-from tqdm import trange  # noqa: E402
-from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from PIL import Image
+from tqdm import trange
+from transformers import CLIPTextConfig, CLIPTextModel
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from scripts.demo import quickstart, tiny_model  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from benchmarks.common import ROOT, argument_parser, print_result, print_table
+from scripts.demo import quickstart, tiny_model
+from swarm.errors import ExitCode, UserError, run_program
 
 BATCH, SIDE, FROM_STEP, STEPS = 2, 128, 10, 30
 PICTURES = BATCH * FROM_STEP

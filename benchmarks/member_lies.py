@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from benchmarks.common import about, argument_parser  # noqa: E402
-from peer.sync.engine.round.centering import centre, products  # noqa: E402
-from scripts.attacks.progress import RATE, lost, progress  # noqa: E402
-from scripts.attacks.toy import BATCH, PERIOD_SECONDS  # noqa: E402
-from swarm.weights import counted, even_shares, factors  # noqa: E402
+from benchmarks.common import about, argument_parser
+from peer.sync.engine.round.centering import centre, products
+from scripts.attacks.progress import RATE, lost, progress
+from scripts.attacks.toy import BATCH, PERIOD_SECONDS
+from swarm.weights import counted, even_shares, factors
 
 ROUND_SECONDS = 1.6
 """As the rows have them on two cores: 37 in a minute."""

@@ -18,27 +18,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters  # noqa: E402
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from benchmarks import parity  # noqa: E402
-from peer.contracts import LatentBatch, Member  # noqa: E402
-from peer.loop.schedule import build_schedule  # noqa: E402
-from peer.models import stable_diffusion  # noqa: E402
-from peer.sync.diloco import DiLoCo  # noqa: E402
-from peer.sync.engine.codec import Wire  # noqa: E402
-from peer.sync.engine.outer import RoundInfo  # noqa: E402
-from peer.sync.engine.round.centering import centre, products  # noqa: E402
-from peer.sync.engine.round.clipping import Clipping  # noqa: E402
-from peer.sync.parameters import Parameters  # noqa: E402
-from scripts.demo import digits, quickstart, tiny_model  # noqa: E402
-from swarm.run_config import RunConfig  # noqa: E402
-from swarm.weights import even_shares  # noqa: E402
+from benchmarks import parity
+from peer.contracts import LatentBatch, Member
+from peer.loop.schedule import build_schedule
+from peer.models import stable_diffusion
+from peer.sync.diloco import DiLoCo
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.outer import RoundInfo
+from peer.sync.engine.round.centering import centre, products
+from peer.sync.engine.round.clipping import Clipping
+from peer.sync.parameters import Parameters
+from scripts.demo import digits, quickstart, tiny_model
+from swarm.run_config import RunConfig
+from swarm.weights import even_shares
 
 
 def main() -> None:

@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parents[2]
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import about  # noqa: E402
-from datasetserver.book import Book  # noqa: E402
-from datasetserver.samples import indices  # noqa: E402
-from scripts.churn.swarm import Server  # noqa: E402
-from swarm.errors import run_program  # noqa: E402
-from swarm.peer_key import PeerKey  # noqa: E402
-from swarm.signed_request import Signer  # noqa: E402
+from benchmarks.common import about
+from datasetserver.book import Book
+from datasetserver.samples import indices
+from scripts.churn.swarm import Server
+from swarm.errors import run_program
+from swarm.peer_key import PeerKey
+from swarm.signed_request import Signer
 
 LEASE_SECONDS = 86_400.0
 """Nothing expires here: what was leased must be there at the end."""

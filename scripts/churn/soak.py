@@ -21,13 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import about, print_table  # noqa: E402
-from scripts.churn import checks  # noqa: E402
-from scripts.churn.swarm import (  # noqa: E402
+from benchmarks.common import about, print_table
+from scripts.churn import checks
+from scripts.churn.swarm import (
     BATCH,
     ROUND_SECONDS,
     SAMPLE_SECONDS,
@@ -40,8 +38,8 @@ from scripts.churn.swarm import (  # noqa: E402
     until,
     work_folder,
 )
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
-from swarm.lifeline import adopt_orphans  # noqa: E402
+from swarm.errors import ExitCode, UserError, run_program
+from swarm.lifeline import adopt_orphans
 
 KINDS = {"peer": 4, "first peer": 2, "sidecar": 3, "p2pd": 3, "stop": 2, "server": 2}
 """What may happen, and how often in proportion."""
