@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psutil
 from PIL import Image
 
-from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table
+from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table, start
 from benchmarks.hosting import serving
-from swarm.errors import UserError, run_program
+from swarm.errors import UserError
 from swarm.protocol import Manifest
 
 START_SECONDS, STALL_SECONDS = 60.0, 60.0
@@ -61,9 +61,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=40, help="size of the file; a shard has 48 MiB at most [40]")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="how much each server sends in a round [4]")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:

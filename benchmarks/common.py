@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from swarm.errors import UserError
+from swarm.errors import UserError, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "hivemind", "numpy")
@@ -55,6 +55,13 @@ def about() -> dict[str, Any]:
 def argument_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
     """Of a benchmark, whose help is what its file says of itself, line by line."""
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def start(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], int | None]) -> int:
+    """Run `measure` with the options of the command line, `--debug` among them, and answer its exit status."""
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args()
+    return run_program(lambda: measure(options), debug=options.debug)
 
 
 def heed_sigterm() -> None:

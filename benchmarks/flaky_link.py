@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from PIL import Image
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table, start
 from benchmarks.hosting import dataset_server
 from peer.data.client.download import fetch
 from peer.data.client.transport import Transport
 from peer.data.shards import ShardCache
-from swarm.errors import UserError, run_program
+from swarm.errors import UserError
 from swarm.protocol import Manifest, Shard
 
 CHUNK_BYTES = 16 << 10
@@ -44,9 +44,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--drops", type=int, default=10, help="of the connection, for each shard [10]")
     parser.add_argument("--megabits", type=float, default=100.0, help="a second, that the link carries [100]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -30,11 +30,11 @@ from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNe
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from benchmarks.common import argument_parser, print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table, start
 from benchmarks.on_gpu import Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
 from scripts.demo import quickstart, tiny_model
-from swarm.errors import ExitCode, run_program
+from swarm.errors import ExitCode
 
 BATCHES = (16, 8, 1, 4)
 SEED = {1: (3.05, 17.4), 4: (4.6, 37.0), 8: (5.7, 63.0)}
@@ -132,9 +132,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --tiny [cuda]")
     parser.add_argument("--rows", default="", help="only those with this word in their name")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS / 60, metavar="MINUTES", help="for all rows; the last are left out [%(default)g]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure_all(options.device, TINY if options.tiny else FULL, options.rows, 60 * options.limit), debug=options.debug)
+    return start(parser, lambda options: measure_all(options.device, TINY if options.tiny else FULL, options.rows, 60 * options.limit))
 
 
 def measure_all(device: str, sizes: Sizes, word: str = "", seconds: float = LIMIT_SECONDS) -> int:

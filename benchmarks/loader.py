@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from PIL import Image
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table, start
 from benchmarks.hosting import dataset_server
 from peer.config import PeerConfig
 from peer.contracts import SourceContext
@@ -33,7 +33,7 @@ from peer.samples.buckets import Buckets
 from peer.samples.decoding import Decoder
 from peer.samples.feed import Feed
 from peer.samples.pictures import Frame, decode
-from swarm.errors import UserError, run_program
+from swarm.errors import UserError
 from swarm.identity import Identity
 from swarm.run_config import RunConfig
 
@@ -46,9 +46,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement [60]")
     parser.add_argument("--rate", type=float, default=8.0, help="samples per second that the training takes [8]")
     parser.add_argument("--workers", type=int, default=1, help="decoding processes, each for one core [1]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -37,9 +37,9 @@ from PIL import Image
 from tqdm import trange
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from benchmarks.common import ROOT, argument_parser, print_result, print_table
+from benchmarks.common import ROOT, argument_parser, print_result, print_table, start
 from scripts.demo import quickstart, tiny_model
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import UserError
 
 BATCH, SIDE, FROM_STEP, STEPS = 2, 128, 10, 30
 PICTURES = BATCH * FROM_STEP
@@ -51,13 +51,8 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--reference", type=Path, help="copy of diffusers' train_text_to_image.py; without: a plain loop")
     parser.add_argument("--turns", type=int, default=8, help="of each row [8]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.plain:
-        plain_loop(options.plain)
-        return ExitCode.OK
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, lambda options: plain_loop(options.plain) if options.plain else measure(options))
 
 
 def measure(options: argparse.Namespace) -> None:
