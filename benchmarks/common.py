@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
+from scripts.demo.results import read_lines
 from swarm.errors import UserError, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,14 +31,25 @@ _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
 """What is no file of a disk, by its name."""
 
 
-class Peer(Protocol):
-    """One process of a benchmark, what it has logged, and the folder that it is named by."""
+class Peer:
+    """A sleeper (sleeper.py) with these options in a process of its own, and what it wrote into `folder`, which is new.
 
-    process: subprocess.Popen
-    folder: Path
+    within: what goes before the command; how: for `subprocess.Popen`.
+    """
+
+    def __init__(self, folder: Path, *options: str, within: Sequence[str] = (), **how: Any):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        command = [*within, sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder), *options]
+        with (folder / "log.txt").open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, **how)
 
     @property
-    def log(self) -> str: ...
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "rounds.jsonl")
 
 
 def about() -> dict[str, Any]:

@@ -8,10 +8,8 @@ start of the newcomer's process, Python's imports included, until another peer's
 The second time one of the three is killed in the middle of the download. Aim: 1.25 x (state bytes / link rate) + 15 s.
 """
 
-import json
 import math
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table, wait
+from benchmarks.common import Peer, argument_parser, heed_sigterm, print_result, print_table, wait
 from benchmarks.links import Link, Net, linked
 from swarm.errors import run_program
 
@@ -35,27 +33,12 @@ _ADDRESS = re.compile(r"--peers (\S+/ip4/10\.77\S+|/ip4/10\.77\S+)")
 _WAIT_SECONDS = 120.0
 
 
-class Peer:
+class HostedPeer(Peer):
     """One process of the benchmark, at a host of `net`."""
 
     def __init__(self, net: Net, host: int, folder: Path, options: Sequence[str]):
-        self.folder = folder
-        folder.mkdir(parents=True)
-        self._log = folder / "log.txt"
-        command = [sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder)]
-        command += ["--host_maddrs", f"/ip4/{net.hosts[host].address}/tcp/31337", *options]
         self.began = time.time()
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(net.command(host, command), cwd=ROOT, stdout=log, stderr=log)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def rounds(self) -> list[dict[str, Any]]:
-        path = self.folder / "rounds.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        super().__init__(folder, "--host_maddrs", f"/ip4/{net.hosts[host].address}/tcp/31337", *options, within=net.command(host, []))
 
     def end(self) -> None:
         self.process.kill()
@@ -69,16 +52,16 @@ def measure(folder: Path, link: Link, num_parameters: int, round_seconds: float,
         "--num_parameters", str(num_parameters), "--samples_per_second", str(SAMPLES_PER_SECOND), "--train_batch_size", "4",
         "--target_batch_size", str(int(DONORS * SAMPLES_PER_SECOND * round_seconds)), "--sync", "diloco", "--wire", "int4",
     ]  # fmt: skip
-    peers: list[Peer] = []
+    peers: list[HostedPeer] = []
     with linked(DONORS + 1, link) as net:
         try:
-            peers.append(Peer(net, 0, folder / "peer-0", [*options, "--found"]))
+            peers.append(HostedPeer(net, 0, folder / "peer-0", [*options, "--found"]))
             address = wait("the first peer's address", lambda: _ADDRESS.search(peers[0].log), peers, _WAIT_SECONDS).group(1)
             for host in range(1, DONORS):
-                peers.append(Peer(net, host, folder / f"peer-{host}", [*options, "--peers", address]))
+                peers.append(HostedPeer(net, host, folder / f"peer-{host}", [*options, "--peers", address]))
             together = 3 * FIRST_ROUND * round_seconds + _WAIT_SECONDS
             wait(f"round {FIRST_ROUND} of all three", lambda: any(_is_underway(line) for line in peers[0].rounds()), peers, together)
-            newcomer = Peer(net, DONORS, folder / "newcomer", [*options, "--peers", address])
+            newcomer = HostedPeer(net, DONORS, folder / "newcomer", [*options, "--peers", address])
             if kill:
                 wait("the download", lambda: "fetching state=" in newcomer.log, [newcomer], _WAIT_SECONDS)
                 time.sleep(ideal / 2)

@@ -38,7 +38,7 @@ from tqdm import trange
 from transformers import CLIPTextConfig, CLIPTextModel
 
 from benchmarks.common import ROOT, argument_parser, print_result, print_table, start
-from scripts.demo import quickstart, tiny_model
+from scripts.demo import quickstart, results, tiny_model
 from swarm.errors import UserError
 
 BATCH, SIDE, FROM_STEP, STEPS = 2, 128, 10, 30
@@ -118,8 +118,7 @@ def ours(folder: Path, *, cached: bool) -> float:
     }  # fmt: skip
     caches = ["--cache_latents", "--cache_text"] if cached else []
     run([ROOT / "peer" / "finetune.py", *(f"--{key}={value}" for key, value in options.items()), "--center_crop", *caches])
-    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return speed({line["step"]: line["time"] for line in lines})
+    return speed({line["step"]: line["time"] for line in results.read_lines(folder / "out" / "metrics.jsonl")})
 
 
 def theirs(folder: Path, script: Path | None) -> float:

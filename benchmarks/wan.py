@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table
 from benchmarks.links import Link, Net, Traffic, ceiling, given, linked
+from scripts.demo.results import read_lines
 from swarm.errors import ExitCode, UserError, run_program
 
 MODEL_PARAMETERS = 983_000_000
@@ -144,12 +145,6 @@ class Peers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 # -------------------------------------------------------------------- what is measured
