@@ -27,10 +27,9 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
-from PIL import Image
 
 from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table, start
-from benchmarks.hosting import serving
+from benchmarks.hosting import serving, write_noise
 from swarm.errors import UserError
 from swarm.protocol import Manifest
 
@@ -71,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
     rows, result = [], {}
     with tempfile.TemporaryDirectory(prefix="blobs-") as name:
         folder = Path(name)
-        write_dataset(folder / "data", options.megabytes)
+        write_noise(folder / "data", options.megabytes)  # all of it in one shard
         certificate(folder)
         for tls in (False, True):
             with ours(folder, tls) as server, nginx(folder, server, tls) as reference:
@@ -86,14 +85,6 @@ def measure(options: argparse.Namespace) -> None:
             result[f"{prefix}ratio_throughput"] = statistics.median(one["speed"] / other["speed"] for one, other in pairs)
     print_table(rows)
     print_result(result)
-
-
-def write_dataset(folder: Path, megabytes: int) -> None:
-    """Noise, which keeps its size as PNG: one picture of 1 MB each, all of them in one shard."""
-    folder.mkdir()
-    for number in range(megabytes):
-        Image.frombytes("RGB", (666, 500), os.urandom(999_000)).save(folder / f"{number}.png", compress_level=0)
-        (folder / f"{number}.txt").write_text("noise")
 
 
 def certificate(folder: Path) -> None:

@@ -1,14 +1,13 @@
 """How soon a newcomer's first contribution is in a state: three peers train over slow links, a fourth comes.
 
-    .venv/bin/python benchmarks/join.py            20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
-    .venv/bin/python benchmarks/join.py --full     100 Mbit/s, a state of 600 MB
+    .venv/bin/python benchmarks/join.py        20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
+    .venv/bin/python benchmarks/join.py --megabits 100 --num_parameters 75000000        a state of 600 MB
 
 Compute is a sleep (`benchmarks.sleeper`), all else is real: processes, sidecars, p2pd, links of `benchmarks.links`. Time runs from the
 start of the newcomer's process, Python's imports included, until another peer's rounds.jsonl has a state with its contribution.
 The second time one of the three is killed in the middle of the download. Aim: 1.25 x (state bytes / link rate) + 15 s.
 """
 
-import math
 import re
 import sys
 import tempfile
@@ -104,15 +103,13 @@ def _first_contribution(others: Sequence[Peer], newcomer: Peer) -> dict[str, Any
 
 def main(argv: Sequence[str]) -> None:
     parser = argument_parser(__doc__, "join")
-    parser.add_argument("--full", action="store_true", help="ten times the state over five times the rate")
-    parser.add_argument("--megabits", type=float, default=math.nan, help="of each peer's line, in both directions")
-    parser.add_argument("--num_parameters", type=int, default=0)
-    parser.add_argument("--round_seconds", type=float, default=math.nan, help="of compute, for each round")
+    parser.add_argument("--megabits", type=float, default=20.0, help="of each peer's line, in both directions [20]")
+    parser.add_argument("--num_parameters", type=int, default=7_500_000)
+    parser.add_argument("--round_seconds", type=float, default=0.0, help="of compute, for each round [half of the download's]")
     flags = parser.parse_args(argv)
-    link = Link(megabits=flags.megabits if flags.megabits > 0 else 100.0 if flags.full else 20.0, delay_ms=40.0)
-    num_parameters = flags.num_parameters or (75_000_000 if flags.full else 7_500_000)
+    link, num_parameters = Link(flags.megabits, delay_ms=40.0), flags.num_parameters
     ideal = num_parameters * BYTES_PER_PARAMETER * 8e-6 / link.megabits
-    round_seconds = flags.round_seconds if flags.round_seconds > 0 else ideal / 2
+    round_seconds = flags.round_seconds or ideal / 2
     rows = []
     with tempfile.TemporaryDirectory(prefix="dd-join-") as folder:
         for kill in (False, True):

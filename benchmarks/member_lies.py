@@ -10,7 +10,6 @@ The others: what that liar takes from the honest run of the same rule. One proce
 """
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.common import about, argument_parser
+from benchmarks.common import argument_parser, print_result
 from peer.sync.engine.round.centering import centre, products
 from scripts.attacks.progress import RATE, lost, progress
 from scripts.attacks.toy import BATCH, PERIOD_SECONDS
@@ -142,7 +141,7 @@ def main() -> None:
         found[rule] = costs(rule_of(rule), steps, range(args.seeds))
         print(f"{rule:14}" + "".join(f"{share:13.3f}" for share in found[rule].values()), flush=True)
     rounded = {rule: {name: round(share, 3) for name, share in shares.items()} for rule, shares in found.items()}
-    print(json.dumps({"progress_lost": rounded, **vars(args), "about": about()}))
+    print_result({"progress_lost": rounded, **vars(args)})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ and, as its last line, one JSON object.
 
 import argparse
 import copy
-import json
 import math
 import os
 import sys
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 from benchmarks import parity
+from benchmarks.common import argument_parser, print_result
 from peer.contracts import LatentBatch, Member
 from peer.loop.schedule import build_schedule
 from peer.models import stable_diffusion
@@ -41,7 +41,7 @@ from swarm.weights import even_shares
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="samples per local step")
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's")
@@ -76,7 +76,7 @@ def main() -> None:
                 seen.append((samples, share))
                 print(f"seed {seed}  {samples:6,} samples  {share:.1%}", flush=True)
             found[seed] = parity.crossing(seen, parity.WANTED)
-    print(json.dumps({"samples": found, **vars(args)}), flush=True)
+    print_result({"samples": found, **vars(args)})
 
 
 def looks(school: "School", args: argparse.Namespace, seed: int) -> Iterator[tuple[int, float]]:
