@@ -53,14 +53,14 @@ class Peer:
 
 
 def about() -> dict[str, Any]:
-    """Hardware, versions and commit (with a + when files differ from it)."""
+    """Hardware, versions and commit."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        **{name: version(name) for name in _PACKAGES},
+        "commit": commit(ROOT),
     }
 
 
@@ -151,15 +151,21 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """'' when it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def _git(*command: str) -> str:
+def commit(root: Path) -> str:
+    """Of the checkout, with a + when files differ from it; '' when git does not know."""
+    return _git(root, "rev-parse", "--short", "HEAD") + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *command: str) -> str:
     try:
-        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
