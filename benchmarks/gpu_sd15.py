@@ -211,9 +211,9 @@ def prepare(setup: Setup) -> None:
         (folder / f"{number:03}.txt").write_text(_CAPTIONS[number % len(_CAPTIONS)], encoding="utf-8")
 
 
-def build(sizes: Sizes) -> StableDiffusionPipeline:
+def build(sizes: Sizes, captions: Sequence[str] = _CAPTIONS) -> StableDiffusionPipeline:
     """Random weights: 860 million in the UNet, 84 in the VAE and 123 in the text encoder at full size, as Stable Diffusion 1.5 has them."""
-    tokenizer = tiny_model.make_tokenizer(_CAPTIONS)
+    tokenizer = tiny_model.make_tokenizer(captions)
     text = CLIPTextConfig(
         vocab_size=49408, hidden_size=sizes.text, intermediate_size=4 * sizes.text, num_hidden_layers=sizes.text_layers,
         num_attention_heads=sizes.text_heads, max_position_embeddings=77, projection_dim=sizes.text,
