@@ -1,14 +1,14 @@
 """How fast peers average a vector, and what it costs the CPU: every codec of ours against stock hivemind in the same run.
 
-    .venv/bin/python benchmarks/averaging.py [--full]
+    .venv/bin/python benchmarks/averaging.py
 
 Each peer is a process of its own with its own p2pd, all on loopback, one thread each. A round of ours is encode, all-reduce, decode; one of
 hivemind's is its `DecentralizedAverager`'s all-reduce with `Float16Compression`, without its search for a group. MB and GB are of the
 float32 vector, whatever the codec makes of it; CPU seconds are those of one peer, with its p2pd and all it started. Seconds: the
 slowest peer's, median of the rounds. hivemind and our fp16, which the ratios are of, have their rounds in turns: a shared machine is now
 faster, now slower. `s at 100 Mbit/s`: what the bytes sent take on such a link. `host bytes/float`: the peak of
-a peer's memory beyond the vector, p2pd not counted. 200 M floats with 4 peers are part of --full only. Run it alone: on two cores, peers
-share them. Its peers end with it, even when it is killed.
+a peer's memory beyond the vector, p2pd not counted. Run it alone: on two cores, peers share them. Its peers end with it, even when it is
+killed.
 """
 
 import contextlib
@@ -22,10 +22,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
+from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table
 
 STOCK = "hivemind fp16"
 WIRES = ("fp32", "int8", "int4")
@@ -35,24 +34,21 @@ CASE_SECONDS = 600
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--full", action="store_true", help="also 4 peers with 200 M floats; 7 rounds of all codecs instead of 3")
     parser.add_argument("--floats", type=float, help="only vectors of N elements, to try something out")
     options = parser.parse_args()
     heed_sigterm()
-    cases = [(2, 40_000_000), (4, 40_000_000), (2, 200_000_000), *([(4, 200_000_000)] if options.full else [])]
+    cases = [(2, 40_000_000), (4, 40_000_000), (2, 200_000_000)]
     if options.floats:
         cases = [(peers, int(options.floats)) for peers in (2, 4)]
     rows = []
     for peers, floats in cases:
-        for wires, rounds in (((STOCK, "fp16"), 7), *(((wire,), 7 if options.full else 3) for wire in WIRES)):
+        for wires, rounds in (((STOCK, "fp16"), 7), *(((wire,), 3) for wire in WIRES)):
             for row in measure(peers, floats, wires, rounds):
                 rows.append(row)
                 print(
                     f"measured {row['wire']}, {peers} peers, {floats / 1e6:g} M floats: {row['seconds']:.2f} s", file=sys.stderr, flush=True
                 )
     print_table(rows)
-    if not options.full and not options.floats:
-        print("(4 peers with 200 M floats: --full)")
     print_result(result(rows))
 
 
@@ -177,10 +173,10 @@ class Child:
 @contextlib.contextmanager
 def started() -> Iterator[Child]:
     """A peer in a session of its own, which ends as a whole with the block: hivemind forks, and its forks outlive their parent."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "averaging_peer.py")]
+    command = [sys.executable, "-m", "benchmarks.averaging_peer"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "ERROR"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True, env=environment, start_new_session=True) as process:
         try:
             yield Child(process)
         finally:

@@ -14,9 +14,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import psutil
 import torch
 from blake3 import blake3
+
+from benchmarks.common import cpu_seconds, family
 
 SPREAD = 1e-3
 """Standard deviation of the values: about that of a round's update."""
@@ -53,8 +54,7 @@ class Clocks:
 
 
 def _cpu_seconds() -> float:
-    me = psutil.Process()
-    return sum(sum(process.cpu_times()[:2]) for process in (me, *me.children(recursive=True)))
+    return sum(map(cpu_seconds, family(os.getpid())))
 
 
 def _resident_bytes(name: str) -> int:
@@ -158,5 +158,4 @@ def _timed(averager: type, spent: "multiprocessing.sharedctypes.Synchronized") -
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
     main()

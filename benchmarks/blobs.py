@@ -24,16 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import psutil  # noqa: E402
-from PIL import Image  # noqa: E402
+import psutil
 
-from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.hosting import serving  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.protocol import Manifest  # noqa: E402
+from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table, start
+from benchmarks.hosting import serving, write_noise
+from swarm.errors import UserError
+from swarm.protocol import Manifest
 
 START_SECONDS, STALL_SECONDS = 60.0, 60.0
 NGINX_CONF = """
@@ -62,9 +60,7 @@ def main() -> int:
     parser.add_argument("--megabytes", type=int, default=40, help="size of the file; a shard has 48 MiB at most [40]")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="how much each server sends in a round [4]")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -74,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
     rows, result = [], {}
     with tempfile.TemporaryDirectory(prefix="blobs-") as name:
         folder = Path(name)
-        write_dataset(folder / "data", options.megabytes)
+        write_noise(folder / "data", options.megabytes)  # all of it in one shard
         certificate(folder)
         for tls in (False, True):
             with ours(folder, tls) as server, nginx(folder, server, tls) as reference:
@@ -89,14 +85,6 @@ def measure(options: argparse.Namespace) -> None:
             result[f"{prefix}ratio_throughput"] = statistics.median(one["speed"] / other["speed"] for one, other in pairs)
     print_table(rows)
     print_result(result)
-
-
-def write_dataset(folder: Path, megabytes: int) -> None:
-    """Noise, which keeps its size as PNG: one picture of 1 MB each, all of them in one shard."""
-    folder.mkdir()
-    for number in range(megabytes):
-        Image.frombytes("RGB", (666, 500), os.urandom(999_000)).save(folder / f"{number}.png", compress_level=0)
-        (folder / f"{number}.txt").write_text("noise")
 
 
 def certificate(folder: Path) -> None:

@@ -13,11 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from swarm.errors import UserError
+from scripts.demo.results import read_lines
+from swarm.errors import UserError, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "hivemind", "numpy")
@@ -30,31 +31,49 @@ _SHARED = ("/memfd:", "/dev/shm/", "/dev/zero")
 """What is no file of a disk, by its name."""
 
 
-class Peer(Protocol):
-    """One process of a benchmark, what it has logged, and the folder that it is named by."""
+class Peer:
+    """A sleeper (sleeper.py) with these options in a process of its own, and what it wrote into `folder`, which is new.
 
-    process: subprocess.Popen
-    folder: Path
+    within: what goes before the command; how: for `subprocess.Popen`.
+    """
+
+    def __init__(self, folder: Path, *options: str, within: Sequence[str] = (), **how: Any):
+        self.folder = folder
+        folder.mkdir(parents=True)
+        command = [*within, sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder), *options]
+        with (folder / "log.txt").open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, **how)
 
     @property
-    def log(self) -> str: ...
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    def rounds(self) -> list[dict[str, Any]]:
+        return read_lines(self.folder / "rounds.jsonl")
 
 
 def about() -> dict[str, Any]:
-    """Hardware, versions and commit (with a + when files differ from it)."""
+    """Hardware, versions and commit."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "--untracked-files=no") else ""),
+        **{name: version(name) for name in _PACKAGES},
+        "commit": commit(ROOT),
     }
 
 
 def argument_parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
     """Of a benchmark, whose help is what its file says of itself, line by line."""
     return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def start(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namespace], int | None]) -> int:
+    """Run `measure` with the options of the command line, `--debug` among them, and answer its exit status."""
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    options = parser.parse_args()
+    return run_program(lambda: measure(options), debug=options.debug)
 
 
 def heed_sigterm() -> None:
@@ -132,15 +151,21 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """'' when it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def _git(*command: str) -> str:
+def commit(root: Path) -> str:
+    """Of the checkout, with a + when files differ from it; '' when git does not know."""
+    return _git(root, "rev-parse", "--short", "HEAD") + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(root: Path, *command: str) -> str:
     try:
-        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", root, *command], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""

@@ -23,14 +23,13 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from peer.launch.launcher import physical_cores  # noqa: E402
-from peer.machine.allocator import library  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
-from swarm.ports import free_port  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table, start
+from peer.launch.launcher import physical_cores
+from peer.machine.allocator import library
+from swarm.errors import UserError
+from swarm.ports import free_port
 
 SIZES = {
     "1 M": ((16, 32, 64, 64), 16, 64), "29 M": ((64, 128, 256, 256), 16, 192), "446 M": ((320, 640, 1280), 32, 768), "tiny": ((8, 8), 8, 8),
@@ -104,13 +103,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=0, help="compute with N threads; 0: one for each physical core that we may use")
     parser.add_argument("--ipex_python", default="", help="Python with PyTorch 2.8 and IPEX")
     parser.add_argument("--only", default="", help="those comparisons alone whose name has this in it")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--work", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.work:
-        work(Setting(**json.loads(options.work)))
-        return ExitCode.OK
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, lambda options: work(Setting(**json.loads(options.work))) if options.work else measure(options))
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import diffusers
 import torch

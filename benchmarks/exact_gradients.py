@@ -6,7 +6,6 @@ the one process is given, round by round, all samples of the contributions that 
 """
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from peer.config import PeerConfig
 from peer.contracts import SyncContext, SyncReport
 from peer.sync import gradients
+from scripts.demo.results import read_lines
 from swarm.identity import Identity
 from swarm.ports import free_port
 from swarm.run_config import RunConfig
@@ -150,7 +150,7 @@ class Peer(threading.Thread):
         self.address = f"{self._listen}/p2p/{self.peer_id}"
 
     def rounds(self) -> list[dict]:
-        return [json.loads(line) for line in (self._folder / "rounds.jsonl").read_text(encoding="utf-8").splitlines()]
+        return read_lines(self._folder / "rounds.jsonl")
 
     def run(self) -> None:
         try:

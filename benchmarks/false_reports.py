@@ -6,18 +6,16 @@ Each run has six members, of whom one is measured a round. Five kinds of honest 
 of one core. Prints a table and, as its last line, one JSON object.
 """
 
-import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peer.audit.tally import Tally  # noqa: E402
+from benchmarks.common import argument_parser, print_result
+from peer.audit.tally import Tally
 
 Draw = Callable[[random.Random, int], float]
 """What one contribution of member number n does to the loss."""
@@ -60,7 +58,7 @@ def lied(lie: str, seed: int, rounds: int = 50) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=1000)
     args = parser.parse_args()
@@ -75,7 +73,7 @@ def main() -> None:
         rounds = [run["liar"] for run in runs if "liar" in run]
         rows[lie] = {"found": len(rounds), "median_round": median(rounds) if rounds else None, "others": sum(bool(run.keys() - {"liar"}) for run in runs)}
         print(f"  {lie:46}{rows[lie]['found']:6}{rows[lie]['median_round'] or 0:6.0f}{rows[lie]['others']:6}")
-    print(json.dumps({"runs": args.runs, "rounds": args.rounds, "honest": wrong, "liars": rows}))
+    print_result({"runs": args.runs, "rounds": args.rounds, "honest": wrong, "liars": rows})
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import about, argument_parser, heed_sigterm, print_result, print_table
+from benchmarks.common import about, argument_parser, heed_sigterm, print_result, print_table, start
 from benchmarks.full_size import same_loras
 from scripts.demo import results, swarm_run
 from scripts.demo.display import Display
 from swarm import files
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import ExitCode, UserError
 from swarm.run.family import families
 from tests import tiny
 
@@ -91,9 +91,7 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--only", default="", metavar="NAMES", help="families, with commas between them [all]")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the figures there, too")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: run(chosen(options.only), options.record), debug=options.debug)
+    return start(parser, lambda options: run(chosen(options.only), options.record))
 
 
 def run(names: list[str], record: Path | None) -> int:

@@ -21,12 +21,11 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import about, argument_parser  # noqa: E402
-from swarm import files  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from benchmarks.common import ROOT, about, argument_parser
+from swarm import files
+from swarm.errors import ExitCode, UserError, run_program
 
 RECORD, PAGE = ROOT / "benchmarks/records/figures.json", ROOT / "benchmarks/figures.md"
 PYTHON = ".venv/bin/python"

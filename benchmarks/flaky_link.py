@@ -11,7 +11,6 @@ because it comes twice. Pictures are noise of 1 MB, so that shards are as large 
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import socket
 import struct
@@ -22,21 +21,17 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from PIL import Image  # noqa: E402
-
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.hosting import dataset_server  # noqa: E402
-from peer.data.client.download import fetch  # noqa: E402
-from peer.data.client.transport import Transport  # noqa: E402
-from peer.data.shards import ShardCache  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.protocol import Manifest, Shard  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table, start
+from benchmarks.hosting import dataset_server, write_noise
+from peer.data.client.download import fetch
+from peer.data.client.transport import Transport
+from peer.data.shards import ShardCache
+from swarm.errors import UserError
+from swarm.protocol import Manifest, Shard
 
 CHUNK_BYTES = 16 << 10
-SIDES = (666, 500)  # of noise: 1 MB as PNG
 
 
 def main() -> int:
@@ -45,9 +40,7 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--drops", type=int, default=10, help="of the connection, for each shard [10]")
     parser.add_argument("--megabits", type=float, default=100.0, help="a second, that the link carries [100]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -57,7 +50,7 @@ def measure(options: argparse.Namespace) -> None:
     rows = []
     with tempfile.TemporaryDirectory(prefix="flaky-") as name:
         folder = Path(name)
-        write_dataset(folder / "data", options.pictures * options.shards)
+        write_noise(folder / "data", options.pictures * options.shards)
         with dataset_server(folder, "--shard_samples", str(options.pictures)) as server:
             manifest = Manifest.model_validate_json((folder / "work" / "manifest.json").read_bytes())
             for shard in manifest.shards:
@@ -66,13 +59,6 @@ def measure(options: argparse.Namespace) -> None:
     print_table(rows)
     wire, size = (sum(row[key] for row in rows) for key in ("wire bytes", "shard bytes"))
     print_result({"ratio_bytes": wire / size, "drops_per_shard": sum(row["drops"] for row in rows) / len(rows), "shard_bytes": size})
-
-
-def write_dataset(folder: Path, count: int) -> None:
-    folder.mkdir()
-    for number in range(count):
-        Image.frombytes("RGB", SIDES, os.urandom(3 * SIDES[0] * SIDES[1])).save(folder / f"{number:04}.png", compress_level=0)
-        (folder / f"{number:04}.txt").write_text("noise")
 
 
 def take(url: str, shard: Shard, cache: Path, drops: int, megabits: float) -> dict[str, float]:

@@ -30,16 +30,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import argument_parser, family, heed_sigterm, held, print_result, print_table
+from benchmarks.common import argument_parser, family, heed_sigterm, held, print_result, print_table, start
 from benchmarks.gpu_sd15 import FULL, TINY, Setup, Sizes, prepare
 from peer.sync.engine.memory import available_bytes
 from peer.watchdog.vitals import OutOfMemory
 from scripts.demo import results, swarm_run
 from scripts.demo.display import Display
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import ExitCode, UserError
 
 STALL_SECONDS = 3600.0
 """A first round takes two minutes on two cores that are free, and twenty were seen where five other programs computed."""
@@ -257,9 +256,7 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=tuple(ROWS), help="only these [all]")
     parser.add_argument("--tiny", action="store_true", help="tiny weights and pictures: tries it, measures nothing")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: run(options.rows, TINY if options.tiny else FULL), debug=options.debug)
+    return start(parser, lambda options: run(options.rows, TINY if options.tiny else FULL))
 
 
 def run(names: Sequence[str], sizes: Sizes) -> int:

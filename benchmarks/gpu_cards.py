@@ -21,19 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from PIL import Image
 
 from benchmarks.cards import RANK, ROWS, SPARE, Row, read_table
-from benchmarks.common import argument_parser, print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table, start
 from benchmarks.device_memory import SIZES, Size, at_full_size, filled, rows_of_examples
 from benchmarks.on_gpu import GIB, Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
 from scripts.demo import quickstart
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import ExitCode, UserError
 from tests import tiny
 
 ROW_SECONDS = 240.0
@@ -58,8 +57,7 @@ def main() -> int:
     parser.add_argument("--make", action="store_true", help="make the models only")
     parser.add_argument("--tiny", action="store_true", help="tiny weights and pictures: tries the rows, measures nothing")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --tiny [cuda]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    return run_program(lambda: run(parser.parse_args()), debug="--debug" in sys.argv)
+    return start(parser, run)
 
 
 def run(options: argparse.Namespace) -> int:

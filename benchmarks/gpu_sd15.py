@@ -23,19 +23,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from PIL import Image
 from transformers import CLIPTextConfig, CLIPTextModel
 
-from benchmarks.common import argument_parser, print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table, start
 from benchmarks.on_gpu import Way, about_gpu, check_gpu, in_a_process, say
 from peer.models.diffusion.source import quiet
 from scripts.demo import quickstart, tiny_model
-from swarm.errors import ExitCode, run_program
+from swarm.errors import ExitCode
 
 BATCHES = (16, 8, 1, 4)
 SEED = {1: (3.05, 17.4), 4: (4.6, 37.0), 8: (5.7, 63.0)}
@@ -133,9 +132,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --tiny [cuda]")
     parser.add_argument("--rows", default="", help="only those with this word in their name")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS / 60, metavar="MINUTES", help="for all rows; the last are left out [%(default)g]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure_all(options.device, TINY if options.tiny else FULL, options.rows, 60 * options.limit), debug=options.debug)
+    return start(parser, lambda options: measure_all(options.device, TINY if options.tiny else FULL, options.rows, 60 * options.limit))
 
 
 def measure_all(device: str, sizes: Sizes, word: str = "", seconds: float = LIMIT_SECONDS) -> int:
@@ -214,9 +211,9 @@ def prepare(setup: Setup) -> None:
         (folder / f"{number:03}.txt").write_text(_CAPTIONS[number % len(_CAPTIONS)], encoding="utf-8")
 
 
-def build(sizes: Sizes) -> StableDiffusionPipeline:
+def build(sizes: Sizes, captions: Sequence[str] = _CAPTIONS) -> StableDiffusionPipeline:
     """Random weights: 860 million in the UNet, 84 in the VAE and 123 in the text encoder at full size, as Stable Diffusion 1.5 has them."""
-    tokenizer = tiny_model.make_tokenizer(_CAPTIONS)
+    tokenizer = tiny_model.make_tokenizer(captions)
     text = CLIPTextConfig(
         vocab_size=49408, hidden_size=sizes.text, intermediate_size=4 * sizes.text, num_hidden_layers=sizes.text_layers,
         num_attention_heads=sizes.text_heads, max_position_embeddings=77, projection_dim=sizes.text,

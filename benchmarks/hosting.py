@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from PIL import Image
 
 from benchmarks.common import ROOT
 from scripts.demo.stand_in import write_model
@@ -28,16 +29,8 @@ class Serving:
 @contextlib.contextmanager
 def serving(*flags: str | Path, prefix: Sequence[str] = ()) -> Iterator[Serving]:
     """`python -m datasetserver` with these flags; prefix: what goes before the command. Raises UserError."""
-    command = [
-        *prefix,
-        sys.executable,
-        "-m",
-        "datasetserver",
-        *map(str, flags),
-        "--port",
-        "0",
-        *(() if "--dht" in flags else ("--no_dht",)),
-    ]
+    command = [*prefix, sys.executable, "-m", "datasetserver", *map(str, flags), "--port", "0"]
+    command += [] if "--dht" in flags else ["--no_dht"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
     try:
@@ -57,3 +50,11 @@ def dataset_server(folder: Path, *flags: str | Path, prefix: Sequence[str] = ())
     own = ("--dataset", folder / "data", "--work_dir", folder / "work", "--model", write_model(folder / "model"), "--ingest_workers", "0")
     with serving(*own, *flags, prefix=prefix) as server:
         yield server
+
+
+def write_noise(folder: Path, count: int) -> None:
+    """A dataset of pictures of 1 MB each: noise, which keeps its size as PNG."""
+    folder.mkdir()
+    for number in range(count):
+        Image.frombytes("RGB", (666, 500), os.urandom(999_000)).save(folder / f"{number:04}.png", compress_level=0)
+        (folder / f"{number:04}.txt").write_text("noise")

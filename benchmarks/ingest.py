@@ -15,22 +15,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from PIL import Image  # noqa: E402
+from PIL import Image
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from datasetserver.ingest import ingest  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table, start
+from datasetserver.ingest import ingest
+from swarm.errors import UserError
 
 
 def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--pictures", type=int, default=1000, help="JPEGs; a tenth as many PNGs [1000]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options.pictures), debug=options.debug)
+    return start(parser, lambda options: measure(options.pictures))
 
 
 def measure(count: int) -> None:

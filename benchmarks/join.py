@@ -1,17 +1,14 @@
 """How soon a newcomer's first contribution is in a state: three peers train over slow links, a fourth comes.
 
-    .venv/bin/python benchmarks/join.py            20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
-    .venv/bin/python benchmarks/join.py --full     100 Mbit/s, a state of 600 MB
+    .venv/bin/python benchmarks/join.py        20 Mbit/s and 40 ms each way, a state of 60 MB (diloco, int4): some six minutes
+    .venv/bin/python benchmarks/join.py --megabits 100 --num_parameters 75000000        a state of 600 MB
 
 Compute is a sleep (`benchmarks.sleeper`), all else is real: processes, sidecars, p2pd, links of `benchmarks.links`. Time runs from the
 start of the newcomer's process, Python's imports included, until another peer's rounds.jsonl has a state with its contribution.
 The second time one of the three is killed in the middle of the download. Aim: 1.25 x (state bytes / link rate) + 15 s.
 """
 
-import json
-import math
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table, wait
+from benchmarks.common import Peer, argument_parser, heed_sigterm, print_result, print_table, wait
 from benchmarks.links import Link, Net, linked
 from swarm.errors import run_program
 
@@ -36,27 +32,12 @@ _ADDRESS = re.compile(r"--peers (\S+/ip4/10\.77\S+|/ip4/10\.77\S+)")
 _WAIT_SECONDS = 120.0
 
 
-class Peer:
+class HostedPeer(Peer):
     """One process of the benchmark, at a host of `net`."""
 
     def __init__(self, net: Net, host: int, folder: Path, options: Sequence[str]):
-        self.folder = folder
-        folder.mkdir(parents=True)
-        self._log = folder / "log.txt"
-        command = [sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder)]
-        command += ["--host_maddrs", f"/ip4/{net.hosts[host].address}/tcp/31337", *options]
         self.began = time.time()
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(net.command(host, command), cwd=ROOT, stdout=log, stderr=log)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def rounds(self) -> list[dict[str, Any]]:
-        path = self.folder / "rounds.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines]
+        super().__init__(folder, "--host_maddrs", f"/ip4/{net.hosts[host].address}/tcp/31337", *options, within=net.command(host, []))
 
     def end(self) -> None:
         self.process.kill()
@@ -70,16 +51,16 @@ def measure(folder: Path, link: Link, num_parameters: int, round_seconds: float,
         "--num_parameters", str(num_parameters), "--samples_per_second", str(SAMPLES_PER_SECOND), "--train_batch_size", "4",
         "--target_batch_size", str(int(DONORS * SAMPLES_PER_SECOND * round_seconds)), "--sync", "diloco", "--wire", "int4",
     ]  # fmt: skip
-    peers: list[Peer] = []
+    peers: list[HostedPeer] = []
     with linked(DONORS + 1, link) as net:
         try:
-            peers.append(Peer(net, 0, folder / "peer-0", [*options, "--found"]))
+            peers.append(HostedPeer(net, 0, folder / "peer-0", [*options, "--found"]))
             address = wait("the first peer's address", lambda: _ADDRESS.search(peers[0].log), peers, _WAIT_SECONDS).group(1)
             for host in range(1, DONORS):
-                peers.append(Peer(net, host, folder / f"peer-{host}", [*options, "--peers", address]))
+                peers.append(HostedPeer(net, host, folder / f"peer-{host}", [*options, "--peers", address]))
             together = 3 * FIRST_ROUND * round_seconds + _WAIT_SECONDS
             wait(f"round {FIRST_ROUND} of all three", lambda: any(_is_underway(line) for line in peers[0].rounds()), peers, together)
-            newcomer = Peer(net, DONORS, folder / "newcomer", [*options, "--peers", address])
+            newcomer = HostedPeer(net, DONORS, folder / "newcomer", [*options, "--peers", address])
             if kill:
                 wait("the download", lambda: "fetching state=" in newcomer.log, [newcomer], _WAIT_SECONDS)
                 time.sleep(ideal / 2)
@@ -122,15 +103,13 @@ def _first_contribution(others: Sequence[Peer], newcomer: Peer) -> dict[str, Any
 
 def main(argv: Sequence[str]) -> None:
     parser = argument_parser(__doc__, "join")
-    parser.add_argument("--full", action="store_true", help="ten times the state over five times the rate")
-    parser.add_argument("--megabits", type=float, default=math.nan, help="of each peer's line, in both directions")
-    parser.add_argument("--num_parameters", type=int, default=0)
-    parser.add_argument("--round_seconds", type=float, default=math.nan, help="of compute, for each round")
+    parser.add_argument("--megabits", type=float, default=20.0, help="of each peer's line, in both directions [20]")
+    parser.add_argument("--num_parameters", type=int, default=7_500_000)
+    parser.add_argument("--round_seconds", type=float, default=0.0, help="of compute, for each round [half of the download's]")
     flags = parser.parse_args(argv)
-    link = Link(megabits=flags.megabits if flags.megabits > 0 else 100.0 if flags.full else 20.0, delay_ms=40.0)
-    num_parameters = flags.num_parameters or (75_000_000 if flags.full else 7_500_000)
+    link, num_parameters = Link(flags.megabits, delay_ms=40.0), flags.num_parameters
     ideal = num_parameters * BYTES_PER_PARAMETER * 8e-6 / link.megabits
-    round_seconds = flags.round_seconds if flags.round_seconds > 0 else ideal / 2
+    round_seconds = flags.round_seconds or ideal / 2
     rows = []
     with tempfile.TemporaryDirectory(prefix="dd-join-") as folder:
         for kill in (False, True):

@@ -24,22 +24,21 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import psutil  # noqa: E402
-import uvloop  # noqa: E402
-from PIL import Image  # noqa: E402
+import psutil
+import uvloop
+from PIL import Image
 
-from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.hosting import dataset_server  # noqa: E402
-from datasetserver.book import Book  # noqa: E402
-from datasetserver.ledger import Ledger, collect_seldom  # noqa: E402
-from datasetserver.tree import State  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.peer_key import PeerKey  # noqa: E402
-from swarm.run_config import RunConfig  # noqa: E402
-from swarm.signed_request import Signer  # noqa: E402
+from benchmarks.common import argument_parser, cpu_seconds, heed_sigterm, print_result, print_table, start
+from benchmarks.hosting import dataset_server
+from datasetserver.book import Book
+from datasetserver.ledger import Ledger, collect_seldom
+from datasetserver.tree import State
+from swarm.errors import UserError
+from swarm.peer_key import PeerKey
+from swarm.run_config import RunConfig
+from swarm.signed_request import Signer
 
 ROUND_CLIENTS = 50
 Lease = Callable[[str], Awaitable[list[str]]]
@@ -99,9 +98,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the two measurements [20]")
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--shard_samples", type=int, default=256)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:

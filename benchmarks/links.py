@@ -10,7 +10,6 @@ time, so ask `Net.traffic()` how late the hub was, and compare with `ceiling()`.
     .venv/bin/python -m benchmarks.links        prints the ceiling, and what a link of 100 Mbit/s and 40 ms really gives
 """
 
-import argparse
 import contextlib
 import fcntl
 import heapq
@@ -29,12 +28,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from swarm.errors import UserError
+from benchmarks.common import ROOT, argument_parser
+from swarm.errors import UserError, run_program
 from swarm.lifeline import die_with_parent
 
-ROOT = Path(__file__).resolve().parent.parent
 MTU = 1400
 QUEUE_SECONDS = 0.2
 """What a line holds before it drops: 2.5 MB at 100 Mbit/s, as home routers do."""
@@ -348,13 +346,11 @@ def main(argv: Sequence[str]) -> None:
     elif argv[:1] == ["source"]:
         _source(argv[1])
     else:
-        argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+        argument_parser(__doc__).parse_args(argv)
         figures = {f"ceiling_megabits_{count}": ceiling(count) for count in (2, 4, 8)}
         figures.update(given(Link()))
         print(json.dumps({name: round(value, 1) for name, value in figures.items()}))
 
 
 if __name__ == "__main__":
-    from swarm.errors import run_program
-
     sys.exit(run_program(lambda: main(sys.argv[1:])))

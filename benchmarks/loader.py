@@ -17,26 +17,25 @@ import time
 from itertools import islice
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from PIL import Image  # noqa: E402
+import torch
+from PIL import Image
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.hosting import dataset_server  # noqa: E402
-from peer.config import PeerConfig  # noqa: E402
-from peer.contracts import SourceContext  # noqa: E402
-from peer.data.client.runs import fetch_run  # noqa: E402
-from peer.data.dataset_server import build  # noqa: E402
-from peer.machine.device import Rank, RankGroup  # noqa: E402
-from peer.samples.buckets import Buckets  # noqa: E402
-from peer.samples.decoding import Decoder  # noqa: E402
-from peer.samples.feed import Feed  # noqa: E402
-from peer.samples.pictures import Frame, decode  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.identity import Identity  # noqa: E402
-from swarm.run_config import RunConfig  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table, start
+from benchmarks.hosting import dataset_server
+from peer.config import PeerConfig
+from peer.contracts import SourceContext
+from peer.data.client.runs import fetch_run
+from peer.data.dataset_server import build
+from peer.machine.device import Rank, RankGroup
+from peer.samples.buckets import Buckets
+from peer.samples.decoding import Decoder
+from peer.samples.feed import Feed
+from peer.samples.pictures import Frame, decode
+from swarm.errors import UserError
+from swarm.identity import Identity
+from swarm.run_config import RunConfig
 
 BATCH, RESOLUTION, WARM_STEPS = 4, 512, 4
 
@@ -47,9 +46,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement [60]")
     parser.add_argument("--rate", type=float, default=8.0, help="samples per second that the training takes [8]")
     parser.add_argument("--workers", type=int, default=1, help="decoding processes, each for one core [1]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, measure)
 
 
 def measure(options: argparse.Namespace) -> None:

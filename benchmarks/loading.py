@@ -20,18 +20,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
 
-from benchmarks.common import argument_parser, print_result, print_table
+from benchmarks.common import argument_parser, print_result, print_table, start
 from benchmarks.device_memory import SIZES, Size, at_full_size
 from peer.launch.starting_model import load_model
 from peer.machine.waiting import Files
 from peer.models.diffusion.source import quiet
-from swarm.errors import ExitCode, UserError, run_program
+from swarm.errors import ExitCode, UserError
 from swarm.run_config import RunConfig
 from tests import tiny
 
@@ -50,7 +49,7 @@ def main() -> int:
     parser.add_argument("--size", default="SDXL", choices=[*SIZES], help="[SDXL]")
     parser.add_argument("--tiny", action="store_true", help="tiny weights: tries it, measures nothing")
     parser.add_argument("--way", nargs=2, metavar=("WAY", "FOLDER"), help="of a folder that is there: what this process takes")
-    return run_program(lambda: run(parser.parse_args()))
+    return start(parser, run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -28,19 +28,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel  # noqa: E402
-from PIL import Image  # noqa: E402
-from tqdm import trange  # noqa: E402
-from transformers import CLIPTextConfig, CLIPTextModel  # noqa: E402
+import numpy as np
+import torch
+from diffusers import DDPMScheduler, StableDiffusionPipeline
+from PIL import Image
+from tqdm import trange
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from scripts.demo import quickstart, tiny_model  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from benchmarks.common import ROOT, argument_parser, print_result, print_table, start
+from scripts.demo import quickstart, results
+from swarm.errors import UserError
 
 BATCH, SIDE, FROM_STEP, STEPS = 2, 128, 10, 30
 PICTURES = BATCH * FROM_STEP
@@ -52,13 +50,8 @@ def main() -> int:
     parser = argument_parser(__doc__)
     parser.add_argument("--reference", type=Path, help="copy of diffusers' train_text_to_image.py; without: a plain loop")
     parser.add_argument("--turns", type=int, default=8, help="of each row [8]")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.plain:
-        plain_loop(options.plain)
-        return ExitCode.OK
-    return run_program(lambda: measure(options), debug=options.debug)
+    return start(parser, lambda options: plain_loop(options.plain) if options.plain else measure(options))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -124,8 +117,7 @@ def ours(folder: Path, *, cached: bool) -> float:
     }  # fmt: skip
     caches = ["--cache_latents", "--cache_text"] if cached else []
     run([ROOT / "peer" / "finetune.py", *(f"--{key}={value}" for key, value in options.items()), "--center_crop", *caches])
-    lines = map(json.loads, (folder / "out" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return speed({line["step"]: line["time"] for line in lines})
+    return speed({line["step"]: line["time"] for line in results.read_lines(folder / "out" / "metrics.jsonl")})
 
 
 def theirs(folder: Path, script: Path | None) -> float:
@@ -170,10 +162,16 @@ def run(command: Sequence[object]) -> dict[int, float]:
 
 
 def prepare(folder: Path) -> None:
-    """The model, and its pictures twice: each with a .txt beside it for us, in one list for the script."""
+    """The model, and its pictures twice: each with a .txt beside it for us, in one list for the script.
+
+    Random weights in Stable Diffusion 1's topology: a fifth of the UNet's widths, a quarter of the VAE's and of the text encoder's.
+    """
+    from benchmarks.gpu_sd15 import Sizes, build  # here: the plain loop's CPU seconds are not to count this
+
     quickstart.quiet_libraries()
-    words = ["a", "picture", "number", *map(str, range(PICTURES))]
-    build_model([" ".join(words)]).save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    sizes = Sizes(unet=(64, 128, 256, 256), vae=(32, 64, 128, 128), text=192, side=SIDE)
+    build(sizes, [" ".join(["a", "picture", "number", *map(str, range(PICTURES))])]).save_pretrained(folder / "base")
     rng = random.Random(0)
     (folder / "captioned").mkdir()
     (folder / "listed").mkdir()
@@ -185,27 +183,6 @@ def prepare(folder: Path) -> None:
         (folder / "listed" / f"{number}.jpg").symlink_to(folder / "captioned" / f"{number}.jpg")
         rows.append({"file_name": f"{number}.jpg", "text": f"a picture number {number}"})
     (folder / "listed" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def build_model(captions: Sequence[str]) -> StableDiffusionPipeline:
-    """Random weights in Stable Diffusion 1's topology: a fifth of the UNet's widths, a quarter of the VAE's and of the text encoder's."""
-    torch.manual_seed(0)
-    tokenizer = tiny_model.make_tokenizer(captions)
-    text = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=768, num_hidden_layers=12, num_attention_heads=12, max_position_embeddings=77,
-        projection_dim=192, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    vae = AutoencoderKL(
-        block_out_channels=(32, 64, 128, 128), down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=4, layers_per_block=2, sample_size=SIDE, scaling_factor=0.18215,
-    )  # fmt: skip
-    unet = UNet2DConditionModel(
-        sample_size=SIDE // 8, block_out_channels=(64, 128, 256, 256), cross_attention_dim=192, attention_head_dim=8
-    )
-    return StableDiffusionPipeline(
-        vae=vae, text_encoder=CLIPTextModel(text), tokenizer=tokenizer, unet=unet, scheduler=DDPMScheduler(**tiny_model.SCHEDULE, clip_sample=False),
-        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
-    )  # fmt: skip
 
 
 def plain_loop(folder: Path) -> None:

@@ -10,7 +10,6 @@ The others: what that liar takes from the honest run of the same rule. One proce
 """
 
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -18,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torch
+from torch import Tensor
 
-from benchmarks.common import about, argument_parser  # noqa: E402
-from peer.sync.engine.round.centering import centre, products  # noqa: E402
-from scripts.attacks.progress import RATE, lost, progress  # noqa: E402
-from scripts.attacks.toy import BATCH, PERIOD_SECONDS  # noqa: E402
-from swarm.weights import counted, even_shares, factors  # noqa: E402
+from benchmarks.common import argument_parser, print_result
+from peer.sync.engine.round.centering import centre, products
+from scripts.attacks.progress import RATE, lost, progress
+from scripts.attacks.toy import BATCH, PERIOD_SECONDS
+from swarm.weights import counted, even_shares, factors
 
 ROUND_SECONDS = 1.6
 """As the rows have them on two cores: 37 in a minute."""
@@ -142,7 +141,7 @@ def main() -> None:
         found[rule] = costs(rule_of(rule), steps, range(args.seeds))
         print(f"{rule:14}" + "".join(f"{share:13.3f}" for share in found[rule].values()), flush=True)
     rounded = {rule: {name: round(share, 3) for name, share in shares.items()} for rule, shares in found.items()}
-    print(json.dumps({"progress_lost": rounded, **vars(args), "about": about()}))
+    print_result({"progress_lost": rounded, **vars(args)})
 
 
 if __name__ == "__main__":

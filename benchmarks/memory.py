@@ -12,12 +12,10 @@ For the growth a third peer joins, and is killed with all its processes in every
 """
 
 import contextlib
-import json
 import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,18 +24,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if sys.path and sys.path[0] != (root := str(Path(__file__).resolve().parent.parent)):
-    sys.path[0] = root
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 
-from benchmarks.common import ROOT, argument_parser, family, heed_sigterm, held, print_result, print_table, wait
+from benchmarks.common import Peer, argument_parser, family, heed_sigterm, held, print_result, print_table, wait
 from benchmarks.sleeper import toy_params
 from peer.rooms import load_part
 from peer.sync.engine.buffers import DISK, MEMORY
 from peer.sync.engine.codec import WIRES, Wire
 from peer.sync.engine.memory import SIDECAR_BYTES, host_bytes
 from peer.sync.engine.vectors import Schema
+from scripts.demo.results import read_lines
 from swarm.advice import size
 from swarm.errors import UserError, run_program
 from swarm.run.strategy import strategies, swarms
@@ -52,18 +50,12 @@ _WAIT_SECONDS = 300.0
 _ADDRESS = re.compile(r"--peers (/ip4/127\S+)")
 
 
-class Peer:
-    """A sleeper in processes of its own, all killed at the end. peak: the most memory that all of them together had, in bytes."""
+class WatchedPeer(Peer):
+    """A sleeper whose processes are all killed at the end. peak: the most memory that all of them together had, in bytes."""
 
     def __init__(self, folder: Path, num_parameters: int, *options: str):
-        self.folder = folder
-        folder.mkdir(parents=True)
-        command = [sys.executable, "-m", "benchmarks.sleeper", "--output_dir", str(folder), "--num_parameters", str(num_parameters)]
-        command += ["--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--train_batch_size", "4", *options]
-        with (folder / "log.txt").open("wb") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
+        own = ("--num_parameters", str(num_parameters), "--host_maddrs", "/ip4/127.0.0.1/tcp/0", "--train_batch_size", "4")
+        super().__init__(folder, *own, *options, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         self.peak = 0
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -73,26 +65,14 @@ class Peer:
             self.peak = max(self.peak, self.memory())
             time.sleep(_LOOK_SECONDS)
 
-    def family(self) -> list[psutil.Process]:
-        return family(self.process.pid)
-
     def memory(self) -> int:
         """In bytes."""
         return held(self.process.pid)[0]
 
-    @property
-    def log(self) -> str:
-        return (self.folder / "log.txt").read_text(errors="replace")
-
-    def rounds(self) -> list[dict[str, Any]]:
-        path = self.folder / "rounds.jsonl"
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
-
     def round_seconds(self) -> list[float]:
         """Of each round, from a contribution's freezing to the trainer's standing on the new state."""
         frozen, found = None, []
-        for line in (self.folder / "work.jsonl").read_text().splitlines():
-            event = json.loads(line)
+        for event in read_lines(self.folder / "work.jsonl"):
             if event["event"] == "frozen":
                 frozen = event["time"]
             elif event["event"] == "round" and frozen is not None:
@@ -104,7 +84,7 @@ class Peer:
         return wait("an address", lambda: _ADDRESS.search(self.log), [self], _WAIT_SECONDS).group(1)
 
     def kill(self) -> None:
-        for process in self.family():
+        for process in family(self.process.pid):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
@@ -112,11 +92,11 @@ class Peer:
 
 
 @contextlib.contextmanager
-def swarm(folder: Path, num_parameters: int, *options: str) -> Iterator[list[Peer]]:
+def swarm(folder: Path, num_parameters: int, *options: str) -> Iterator[list[WatchedPeer]]:
     """Two peers that have found each other."""
-    peers = [Peer(folder / "one", num_parameters, "--found", *options)]
+    peers = [WatchedPeer(folder / "one", num_parameters, "--found", *options)]
     try:
-        peers.append(Peer(folder / "two", num_parameters, "--peers", peers[0].address(), *options))
+        peers.append(WatchedPeer(folder / "two", num_parameters, "--peers", peers[0].address(), *options))
         yield peers
     finally:
         for peer in peers:
@@ -169,7 +149,7 @@ def grow(folder: Path, rounds: int) -> dict[str, Any]:
                     raise UserError(f"The swarm came to round {at} of {rounds} only.", fix="Look at the peers' logs.")
                 looks.append((at, sum(peer.memory() for peer in peers) // 2))
                 if third is None:
-                    third, came = Peer(folder / f"third-{killed}", 1_000_000, "--peers", one.address(), *options), at
+                    third, came = WatchedPeer(folder / f"third-{killed}", 1_000_000, "--peers", one.address(), *options), at
                 elif at >= came + 10 and third.rounds():
                     third.kill()
                     third, killed = None, killed + 1

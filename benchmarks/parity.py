@@ -35,14 +35,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import common  # noqa: E402
-from scripts.demo import quickstart, results, swarm_run  # noqa: E402
-from scripts.demo import report as pictures  # noqa: E402
-from scripts.demo.display import Display  # noqa: E402
-from swarm.run.optimizer import OPTIMIZERS, default_rate  # noqa: E402
+from benchmarks import common
+from scripts.demo import quickstart, results, swarm_run
+from scripts.demo import report as pictures
+from scripts.demo.display import Display
+from swarm.run.optimizer import OPTIMIZERS, default_rate
 
 WANTED, NEAR = 0.95, 0.8
 EVERY, NEVER = 1024, 1_000_000_000
@@ -205,7 +204,7 @@ def alone(base: Path, run: Run) -> None:
     (folder / "run.toml").write_text(swarm_run.run_settings(swarm_run.Plan(base, total_samples=run.total, settings=run.settings)))
     flags = ["--config", folder / "run.toml", "--train_data_dir", base / "dataset", "--output_dir", folder / "peer-1", "--num_threads", 1]
     flags += ["--train_batch_size", run.batch, *run.flags(), *run.saving()]
-    command = [str(part) for part in (sys.executable, ROOT / "peer" / "finetune.py", *flags)]
+    command = [str(part) for part in (sys.executable, common.ROOT / "peer" / "finetune.py", *flags)]
     with (folder / "log").open("wb") as log:
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log)
 

@@ -9,7 +9,6 @@ and, as its last line, one JSON object.
 
 import argparse
 import copy
-import json
 import math
 import os
 import sys
@@ -18,31 +17,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters  # noqa: E402
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from benchmarks import parity  # noqa: E402
-from peer.contracts import LatentBatch, Member  # noqa: E402
-from peer.loop.schedule import build_schedule  # noqa: E402
-from peer.models import stable_diffusion  # noqa: E402
-from peer.sync.diloco import DiLoCo  # noqa: E402
-from peer.sync.engine.codec import Wire  # noqa: E402
-from peer.sync.engine.outer import RoundInfo  # noqa: E402
-from peer.sync.engine.round.centering import centre, products  # noqa: E402
-from peer.sync.engine.round.clipping import Clipping  # noqa: E402
-from peer.sync.parameters import Parameters  # noqa: E402
-from scripts.demo import digits, quickstart, tiny_model  # noqa: E402
-from swarm.run_config import RunConfig  # noqa: E402
-from swarm.weights import even_shares  # noqa: E402
+from benchmarks import parity
+from benchmarks.common import argument_parser, print_result
+from peer.contracts import LatentBatch, Member
+from peer.loop.schedule import build_schedule
+from peer.models import stable_diffusion
+from peer.sync.diloco import DiLoCo
+from peer.sync.engine.codec import Wire
+from peer.sync.engine.outer import RoundInfo
+from peer.sync.engine.round.centering import centre, products
+from peer.sync.engine.round.clipping import Clipping
+from peer.sync.parameters import Parameters
+from scripts.demo import digits, quickstart, tiny_model
+from swarm.run_config import RunConfig
+from swarm.weights import even_shares
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="samples per local step")
     parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's")
@@ -77,7 +76,7 @@ def main() -> None:
                 seen.append((samples, share))
                 print(f"seed {seed}  {samples:6,} samples  {share:.1%}", flush=True)
             found[seed] = parity.crossing(seen, parity.WANTED)
-    print(json.dumps({"samples": found, **vars(args)}), flush=True)
+    print_result({"samples": found, **vars(args)})
 
 
 def looks(school: "School", args: argparse.Namespace, seed: int) -> Iterator[tuple[int, float]]:

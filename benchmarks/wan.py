@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import argument_parser, heed_sigterm, print_result, print_table  # noqa: E402
-from benchmarks.links import Link, Net, Traffic, ceiling, given, linked  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
+from benchmarks.common import ROOT, argument_parser, heed_sigterm, print_result, print_table
+from benchmarks.links import Link, Net, Traffic, ceiling, given, linked
+from scripts.demo.results import read_lines
+from swarm.errors import ExitCode, UserError, run_program
 
 MODEL_PARAMETERS = 983_000_000
 """SD 1.5 with its text encoder."""
@@ -146,12 +145,6 @@ class Peers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
 # -------------------------------------------------------------------- what is measured

@@ -21,16 +21,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import psutil  # noqa: E402
+import psutil
 
-from benchmarks.common import argument_parser, print_result, print_table  # noqa: E402
-from benchmarks.hosting import dataset_server  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-from swarm.protocol import PeersAnswer, RunAnswer  # noqa: E402
-from tests.datasetserver.hosting import write_dataset  # noqa: E402
+from benchmarks.common import argument_parser, print_result, print_table
+from benchmarks.hosting import dataset_server
+from swarm.errors import UserError, run_program
+from swarm.protocol import PeersAnswer, RunAnswer
+from tests.datasetserver.hosting import write_dataset
 
 GOAL = 0.6
 _START_SECONDS, _QUIET_SECONDS = 120.0, 5.0

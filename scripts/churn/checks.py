@@ -4,7 +4,7 @@ import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,8 @@ def read_rounds(folder: Path) -> list[dict[str, Any]]:
         return []
     rounds = []
     for line in lines:
-        try:
+        with suppress(ValueError):
             rounds.append(json.loads(line))
-        except ValueError:
-            continue
     return rounds
 
 

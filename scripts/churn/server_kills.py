@@ -12,7 +12,6 @@ import argparse
 import http.client
 import json
 import random
-import signal
 import sqlite3
 import sys
 import tempfile
@@ -25,17 +24,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ROOT = Path(__file__).resolve().parents[2]
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import about  # noqa: E402
-from datasetserver.book import Book  # noqa: E402
-from datasetserver.samples import indices  # noqa: E402
-from scripts.churn.swarm import Server  # noqa: E402
-from swarm.errors import run_program  # noqa: E402
-from swarm.peer_key import PeerKey  # noqa: E402
-from swarm.signed_request import Signer  # noqa: E402
+from benchmarks.common import argument_parser, heed_sigterm, print_result, start
+from datasetserver.book import Book
+from datasetserver.samples import indices
+from scripts.churn.swarm import Server
+from swarm.peer_key import PeerKey
+from swarm.signed_request import Signer
 
 LEASE_SECONDS = 86_400.0
 """Nothing expires here: what was leased must be there at the end."""
@@ -233,14 +229,12 @@ def run(folder: Path, *, kills: int, clients: int, seed: int, say: Callable[[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # like Ctrl+C: through the block that ends the server
-    return run_program(lambda: _program(options), debug=options.debug)
+    heed_sigterm()
+    return start(parser, _program)
 
 
 def _program(options: argparse.Namespace) -> int:
@@ -248,7 +242,7 @@ def _program(options: argparse.Namespace) -> int:
         result = run(Path(folder), kills=options.kills, clients=options.clients, seed=options.seed)
     for fault in result["faults"][:20]:
         print(f"fault: {fault}")
-    print(json.dumps({**result, "faults": len(result["faults"]), "about": about()}))
+    print_result({**result, "faults": len(result["faults"])})
     return 1 if result["faults"] else 0
 
 

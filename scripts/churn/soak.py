@@ -10,8 +10,6 @@ status is 0 only if every survivor went on each time, states are equal wherever 
 states to the sample.
 """
 
-import argparse
-import json
 import random
 import signal
 import sys
@@ -21,27 +19,26 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.common import about, print_table  # noqa: E402
-from scripts.churn import checks  # noqa: E402
-from scripts.churn.swarm import (  # noqa: E402
+from benchmarks.common import about, argument_parser, print_table
+from scripts.churn import checks
+from scripts.churn.swarm import (
     BATCH,
     ROUND_SECONDS,
     SAMPLE_SECONDS,
     Peer,
     Server,
     add_record_arguments,
+    conclude,
     end,
     leave,
     peer_command,
     until,
     work_folder,
 )
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
-from swarm.lifeline import adopt_orphans  # noqa: E402
+from swarm.errors import ExitCode, UserError, run_program
+from swarm.lifeline import adopt_orphans
 
 KINDS = {"peer": 4, "first peer": 2, "sidecar": 3, "p2pd": 3, "stop": 2, "server": 2}
 """What may happen, and how often in proportion."""
@@ -170,7 +167,7 @@ class Soak:
         for peer in self._peers:
             if peer.down_until:
                 if now >= peer.down_until and not self._server_down_until:
-                    peer.start_again()
+                    peer.start()
             elif peer.program.ended() is not None and not peer.rounds():
                 reason = f"{peer.name} ended before its first round, with status {peer.program.ended()}: {peer.program.last_words(2)}"
                 raise UserError(reason, fix=f"See {peer.program.log}.", code=ExitCode.FAILED)
@@ -249,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
         from scripts.churn import supervised
 
         return supervised.main(argv)
-    parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "soak")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peers", type=int, default=4)
@@ -266,14 +263,8 @@ def main(argv: Sequence[str]) -> int:
             soak.close()
         verdict = {"peers": args.peers, "seed": args.seed, "sync": args.sync, **soak.verdict(), "about": about()}
     print_table(summary(soak.kills))
-    for about_what, faults in verdict["faults"].items():
-        for fault in faults:
-            print(f"FAULT ({about_what}): {fault}", flush=True)
     counts = f"{verdict['kills']} kills, {verdict['rounds']} rounds, {verdict['samples']} samples, {verdict['repeated']} of them twice in an outage"
-    print(f"{counts}: {'all holds' if verdict['holds'] else 'it does not hold'}")
-    if args.record:
-        args.record.write_text(json.dumps(verdict) + "\n", encoding="utf-8")
-    return 0 if verdict["holds"] else 1
+    return conclude(verdict, counts, args.record)
 
 
 if __name__ == "__main__":

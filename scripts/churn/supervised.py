@@ -8,7 +8,6 @@ that they hang. After each, once what was lost has taken part in a round again, 
 with the ledger, and all of it with the table of processes. The exit status is 0 only if everything came back and all agreed each time.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -21,15 +20,16 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
 
-from benchmarks.common import about, print_table
+from benchmarks.common import about, argument_parser, heed_sigterm, print_table
 from scripts.churn import checks
-from scripts.churn.swarm import ROOT, Peer, Server, add_record_arguments, end, leave, until, work_folder
+from scripts.churn.swarm import ROOT, Peer, Server, add_record_arguments, conclude, end, leave, until, work_folder
 from scripts.demo import processes
 from swarm.errors import ExitCode, UserError
 from swarm.lifeline import adopt_orphans
@@ -349,7 +349,7 @@ def summary(kills: Sequence[Kill]) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "soak")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills, or until what was killed is back [60]")
     parser.add_argument("--kills", type=int, default=10**9, help="end after N kills")
@@ -360,9 +360,9 @@ def main(argv: Sequence[str]) -> int:
     add_record_arguments(parser)
     args = parser.parse_args(argv)
     adopt_orphans()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # all that was started is ended on the way out
+    heed_sigterm()
     with work_folder(args.keep) as folder:
-        say = lambda text: print(text, flush=True)  # noqa: E731
+        say = partial(print, flush=True)
         options = {"peers": args.peers, "seed": args.seed, "every": args.every}
         soak = Soak(folder, args.model, **options, browser=not args.no_browser, say=say)
         say(f"{args.peers} peers under dd-peer, a kill every {args.every:.0f} s for {args.minutes:g} min; seed {args.seed}")
@@ -372,12 +372,4 @@ def main(argv: Sequence[str]) -> int:
             soak.close()
         verdict = {**options, **soak.verdict(), "about": about()}
     print_table(summary(soak.kills))
-    for what, faults in verdict["faults"].items():
-        for fault in faults:
-            say(f"FAULT ({what}): {fault}")
-    say(
-        f"{len(soak.kills)} kills, {verdict['rounds']} rounds, {verdict['samples']} samples: {'all holds' if verdict['holds'] else 'it does not hold'}"
-    )
-    if args.record:
-        args.record.write_text(json.dumps(verdict) + "\n", encoding="utf-8")
-    return 0 if verdict["holds"] else 1
+    return conclude(verdict, f"{len(soak.kills)} kills, {verdict['rounds']} rounds, {verdict['samples']} samples", args.record)

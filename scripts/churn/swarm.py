@@ -10,13 +10,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from PIL import Image
 
+from benchmarks.common import family
 from scripts.churn import checks
 from scripts.demo.processes import Program, end_all, kill
 from scripts.demo.stand_in import write_model
@@ -41,14 +42,11 @@ class Peer:
         self.lives = 0
         self.down_until = 0.0
         """When to start it again, by the monotonic clock; 0: it runs."""
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
         self.program = Program(self.name, self._command, self.folder.with_suffix(".log"), {}, ROOT)
         self.lives, self.down_until, self.born = self.lives + 1, 0.0, time.time()
-
-    def start_again(self) -> None:
-        self._start()
 
     def rounds(self) -> list[dict[str, Any]]:
         return checks.read_rounds(self.folder)
@@ -64,18 +62,11 @@ class Peer:
 
     def family(self, name: str = "") -> list[psutil.Process]:
         """Its living processes whose command line contains `name`."""
-        try:
-            trunk = psutil.Process(self.program.pid)
-            found = [trunk, *trunk.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
         matching = []
-        for process in found:
-            try:
+        for process in family(self.program.pid):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 if name in " ".join(process.cmdline()):
                     matching.append(process)
-            except psutil.NoSuchProcess:
-                continue
         return matching
 
     def kill(self) -> None:
@@ -89,10 +80,8 @@ class Peer:
 
     def send(self, number: signal.Signals) -> None:
         for process in self.family():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
 
 
 class Server:
@@ -181,6 +170,17 @@ def write_dataset(folder: Path, count: int) -> Path:
 def add_record_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", type=Path, help="write the record there as JSON")
     parser.add_argument("--keep", type=Path, help="work in this folder, which must not exist, and leave logs and states there")
+
+
+def conclude(verdict: Mapping[str, Any], counts: str, record: Path | None) -> int:
+    """Print the faults and whether all holds, and write the record. Returns the exit status."""
+    for what, faults in verdict["faults"].items():
+        for fault in faults:
+            print(f"FAULT ({what}): {fault}", flush=True)
+    print(f"{counts}: {'all holds' if verdict['holds'] else 'it does not hold'}", flush=True)
+    if record:
+        record.write_text(json.dumps(verdict) + "\n", encoding="utf-8")
+    return 0 if verdict["holds"] else 1
 
 
 @contextlib.contextmanager

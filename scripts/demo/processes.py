@@ -93,10 +93,8 @@ def said(program: Program) -> list[Said]:
     lines = []
     for line in program.text().splitlines():
         if line.startswith("{"):
-            try:
+            with contextlib.suppress(ValueError):
                 lines.append(json.loads(line))
-            except ValueError:
-                continue
     return lines
 
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from swarm.arguments import ArgumentParser
+from swarm.errors import ExitCode, UserError, run_program
+
 ROOT = Path(__file__).resolve().parents[2]
-if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
-    sys.path[0] = str(ROOT)
-
-from swarm.arguments import ArgumentParser  # noqa: E402
-from swarm.errors import ExitCode, UserError, run_program  # noqa: E402
-
 MARK = ".quickstart"
 STRANGERS = ("sign-flip", "wrong-means")
 """Both destroy the model of a run that is open to everybody."""

@@ -1,9 +1,7 @@
 """What the swarm learned, for people: pictures drawn by the result, the loss while training, and result.json."""
 
-import importlib.metadata
 import json
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from benchmarks.common import commit, version
 from scripts.demo.digits import SIDE, WORDS, caption
 
 PER_DIGIT = 10
@@ -102,18 +101,8 @@ def smooth(values: Sequence[float], keep: float = 0.7) -> list[float]:
 
 
 def versions(root: Path) -> dict[str, str]:
-    found = {"python": platform.python_version(), "machine": platform.machine()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    try:
-        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        found["commit"] = asked.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        found["commit"] = "unknown"
-    return found
+    found = {"python": platform.python_version(), "machine": platform.machine(), "commit": commit(root) or "unknown"}
+    return found | {name: version(name) or "not installed" for name in PACKAGES}
 
 
 def write_json(values: Mapping[str, Any], file: Path) -> None:

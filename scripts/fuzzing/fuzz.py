@@ -20,13 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.fuzzing.parsers import Parser, parsers  # noqa: E402
-from scripts.fuzzing.recording import Recording  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
+from scripts.fuzzing.parsers import Parser, parsers
+from scripts.fuzzing.recording import Recording
+from swarm.errors import UserError, run_program
 
 _ROUNDS = 25
 _MOST_SECONDS = 1.0

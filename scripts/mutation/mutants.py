@@ -22,13 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.mutation.mutations import MUTATIONS, Mutation
+from swarm.errors import UserError, run_program
+
 ROOT = Path(__file__).resolve().parents[2]
-if sys.path and sys.path[0] != str(ROOT):
-    sys.path[0] = str(ROOT)
-
-from scripts.mutation.mutations import MUTATIONS, Mutation  # noqa: E402
-from swarm.errors import UserError, run_program  # noqa: E402
-
 PLAYED = ("swarm", "peer", "datasetserver", "simulation", "scripts")
 """What a world is made of."""
 _WALL_FACTOR, _WALL_SECONDS = 6, 120
