@@ -18,11 +18,6 @@ SEED = 23
 
 
 @pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
-
-
-@pytest.fixture
 def run(key):
     return RunConfig(model="x", members_of=key.public)
 

@@ -32,11 +32,6 @@ DAY = 86_400.0
 
 
 @pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
-
-
-@pytest.fixture
 def run(key):
     return RunConfig(model="x", members_of=key.public)
 

@@ -506,11 +506,6 @@ def test_what_is_countersigned_counts_once_everybody_has_been_asked_since(virtua
 # ---------------------------------------------------------------- whom a newcomer, and one who comes back, believe
 
 
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
-
-
 async def liars(nodes, key, run, state, count: int = 4) -> list[Liar]:
     """Members that give a state which they made up, and hide that they show nothing for it."""
     made = []
