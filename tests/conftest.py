@@ -141,6 +141,14 @@ def pictures(tmp_path) -> Path:
 
 
 @pytest.fixture
+def key(tmp_path):
+    """A host's, drawn for this test."""
+    from swarm.signing import HostKey
+
+    return HostKey(tmp_path / "host.key")
+
+
+@pytest.fixture
 def serve(tmp_path):
     """`serve(*flags, samples=40)`: a dataset server's program, started; all are stopped in the end."""
     from tests.datasetserver.hosting import Host

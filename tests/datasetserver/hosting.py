@@ -15,7 +15,7 @@ from swarm.ports import free_port
 from tests.forking import ROOT, Forked
 
 
-def until(true, seconds: float = 120.0) -> None:
+def until(true, seconds: float = 200.0) -> None:
     """Wait for what must become true."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -12,22 +12,15 @@ from datasetserver.refused import Refused
 from datasetserver.store import SCHEMA
 from datasetserver.tree import State
 from swarm.protocol import NO_LEASE, sample_key
+from tests.clock import Clock
 
 BASE = "0" * 64
 SHARDS = (4, 4, 3)
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

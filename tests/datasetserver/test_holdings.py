@@ -14,7 +14,8 @@ from datasetserver.shard_epochs import Contribution
 from datasetserver.store import SCHEMA, Store
 from datasetserver.tree import State
 from swarm.protocol import NO_LEASE, sample_key
-from tests.datasetserver.test_book import BASE, Clock, digest
+from tests.clock import Clock
+from tests.datasetserver.test_book import BASE, digest
 
 TARGET, AHEAD, SHARD = 64, 32, 8
 ALLOWED = Allowance(4 * TARGET, 64 * TARGET)
@@ -33,7 +34,7 @@ def book(db):
 
 
 def open_book(db, allowance=ALLOWED, shard=SHARD, vouches=True) -> Book:
-    return Book(db, shards=[shard] * 500, seed=7, lease_seconds=60, grace_seconds=60, allowance=allowance, vouches=vouches, clock=Clock())
+    return Book(db, shards=[shard] * 500, seed=7, lease_seconds=60, grace_seconds=60, allowance=allowance, vouches=vouches, clock=Clock(1000.0))
 
 
 def of_one_token(book: Book, count: int) -> list[str]:

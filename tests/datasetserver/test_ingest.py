@@ -297,6 +297,18 @@ class Interrupted(Exception):
     pass
 
 
+def cut_at(stop):
+    """Shows an ingest that many pictures, and then interrupts it."""
+
+    def show(pairs, count):
+        for number, pair in enumerate(pairs):
+            if number == stop:
+                raise Interrupted
+            yield pair
+
+    return show
+
+
 @pytest.mark.parametrize("after", [1, 9, 22, 39])
 def test_an_ingest_that_was_cut_off_goes_on_after_its_last_shard(tmp_path, after):
     folder = write_dataset(tmp_path / "data", 40)
@@ -332,14 +344,8 @@ def test_a_shard_that_vanished_after_the_cut_is_written_again(tmp_path):
     folder = write_dataset(tmp_path / "data", 20)
     whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=4)
 
-    def show(pairs, count):
-        for number, pair in enumerate(pairs):
-            if number == 15:
-                raise Interrupted
-            yield pair
-
     with pytest.raises(Interrupted):
-        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=show)
+        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, show=cut_at(15))
     shard_path(tmp_path / "work", whole.manifest.shards[1].digest).unlink()
     assert ingest(folder, tmp_path / "work", workers=0, shard_samples=4).digest == whole.digest
     samples_of(tmp_path / "work", whole.manifest)

@@ -13,7 +13,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.protocol import Manifest
 from tests.datasetserver.hosting import Host, write_dataset
 from tests.datasetserver.test_http import call, get_run, lease
-from tests.datasetserver.test_ingest import Interrupted, samples_of
+from tests.datasetserver.test_ingest import Interrupted, cut_at, samples_of
 from tests.datasetserver.test_program import complaint
 
 
@@ -62,18 +62,12 @@ def test_names_that_are_no_text_are_known_again(tmp_path):
 
 
 def test_a_growth_that_was_cut_off_goes_on_and_gives_what_it_would_have_given(tmp_path):
-    def cut(pairs, count):
-        for number, pair in enumerate(pairs):
-            if number == 9:
-                raise Interrupted
-            yield pair
-
     results = {}
     for name in ("whole", "work"):
         ingest(write_dataset(tmp_path / "data", 6), tmp_path / name, workers=0, shard_samples=4)
     folder = write_dataset(tmp_path / "data", 20)
     with pytest.raises(Interrupted):
-        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, grow_from=1, show=cut)
+        ingest(folder, tmp_path / "work", workers=0, shard_samples=4, grow_from=1, show=cut_at(9))
     for name in ("whole", "work"):
         results[name] = ingest(folder, tmp_path / name, workers=0, shard_samples=4, grow_from=1)
     assert results["whole"] == results["work"]
@@ -241,14 +235,8 @@ def test_what_is_held_out_is_in_no_epoch_and_stays_held_out_when_the_dataset_gro
 def test_an_ingest_that_was_cut_off_holds_out_the_same_pictures_and_none_is_an_error(tmp_path):
     folder, policy = write_dataset(tmp_path / "data", 12), Policy(held_out=0.3)
 
-    def show(pairs, count):
-        for number, pair in enumerate(pairs):
-            if number == 6:
-                raise Interrupted
-            yield pair
-
     with pytest.raises(Interrupted):
-        ingest(folder, tmp_path / "cut", workers=0, shard_samples=2, policy=policy, show=show)
+        ingest(folder, tmp_path / "cut", workers=0, shard_samples=2, policy=policy, show=cut_at(6))
     whole = ingest(folder, tmp_path / "whole", workers=0, shard_samples=2, policy=policy)
     assert ingest(folder, tmp_path / "cut", workers=0, shard_samples=2, policy=policy).digest == whole.digest
     dry = ingest(folder, tmp_path / "dry", workers=0, shard_samples=2, policy=policy, dry=True)

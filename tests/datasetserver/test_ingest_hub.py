@@ -2,8 +2,7 @@
 
 import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests import warm
 from tests.datasetserver.test_ingest_sources import picture, write_parquet
+from tests.serving import serving
 
 COMMIT, BLOB = "a" * 40, "b" * 40
 READ_AGAIN = """
@@ -84,12 +84,8 @@ def hub(tmp_path):
     folder = write_parquet(tmp_path / "repository", rows, features)
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.parquet"))}
     handler = type("KnowingHub", (Hub,), {"files": files, "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", handler.asked
-        server.shutdown()
-        thread.join(20)
+    with serving(handler) as url:
+        yield url, handler.asked
 
 
 def told_of(url: str, home: Path, program: str, *words: str):

@@ -13,7 +13,7 @@ from datasetserver.sources import Hub
 from swarm.errors import ExitCode, UserError
 from swarm.picture_folder import list_folder
 from tests.datasetserver.hosting import write_dataset
-from tests.datasetserver.test_ingest import Interrupted, encoded, samples_of
+from tests.datasetserver.test_ingest import Interrupted, cut_at, encoded, samples_of
 
 
 def picture(number):
@@ -241,15 +241,9 @@ def test_rows_of_a_dataset_are_streamed_checked_and_named_by_their_numbers(tmp_p
 
 
 def test_a_stream_that_was_cut_off_goes_on(tmp_path, parquet):
-    def cut(pairs, count):
-        for number, pair in enumerate(pairs):
-            if number == 13:
-                raise Interrupted
-            yield pair
-
     whole = ingest(Hub(str(parquet)), tmp_path / "whole", workers=0, shard_samples=4)
     with pytest.raises(Interrupted):
-        ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4, show=cut)
+        ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4, show=cut_at(13))
     again = ingest(Hub(str(parquet)), tmp_path / "work", workers=0, shard_samples=4)
     assert (again.digest, again.rejected) == (whole.digest, whole.rejected)
 

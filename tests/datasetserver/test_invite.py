@@ -14,12 +14,6 @@ from datasetserver.template import _CHOOSE, _WORKED_OUT
 from swarm.errors import ExitCode, UserError
 from swarm.options import build, read_toml
 from swarm.run_config import RunConfig
-from swarm.signing import HostKey
-
-
-@pytest.fixture
-def host_key(tmp_path):
-    return HostKey(tmp_path / "host.key").public
 
 
 def invite(capsys, *argv):
@@ -28,7 +22,7 @@ def invite(capsys, *argv):
     return code, out, err
 
 
-def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_server(tmp_path, capsys, host_key):
+def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_server(tmp_path, capsys, key):
     file = tmp_path / "tokens.txt"
     tokens.add(file, "somebody")
     Serving("https://run.example:9090", str(file)).write(tmp_path)
@@ -36,13 +30,13 @@ def test_an_invitation_is_one_line_with_address_key_and_a_token_that_opens_the_s
     assert code == 0 and out.count("\n") == 1
     words = shlex.split(out)
     assert words[0].startswith("DD_TOKEN=") and words[1:4] == ["dd-peer", "--datasetserver", "https://run.example:9090"]
-    assert words[4:6] == ["--host_key", host_key]
+    assert words[4:6] == ["--host_key", key.public]
     assert tokens.Tokens(file).holder(words[0].removeprefix("DD_TOKEN=")) == tokens.Holder("alice", 4)
     assert "docs/join.md begins with" in err and "secret" in err and "token remove alice" in err and "unencrypted" not in err
 
 
 @pytest.mark.parametrize(("peers", "holder"), [("0", 0), ("3", 3)])
-def test_a_line_may_be_for_several_peers(tmp_path, capsys, host_key, peers, holder):
+def test_a_line_may_be_for_several_peers(tmp_path, capsys, key, peers, holder):
     file = tmp_path / "tokens.txt"
     Serving("https://run.example:9090", str(file)).write(tmp_path)
     token = shlex.split(invite(capsys, "alice", "--peers", peers, "--work_dir", tmp_path)[1])[0].removeprefix("DD_TOKEN=")
@@ -51,20 +45,20 @@ def test_a_line_may_be_for_several_peers(tmp_path, capsys, host_key, peers, hold
         assert invite(capsys, "bob", "--peers", wrong, "--work_dir", tmp_path)[0] == 2
 
 
-def test_nobody_is_invited_twice_under_one_name(tmp_path, capsys, host_key):
+def test_nobody_is_invited_twice_under_one_name(tmp_path, capsys, key):
     Serving("http://203.0.113.7:9090", str(tmp_path / "tokens.txt")).write(tmp_path)
     assert "unencrypted" in invite(capsys, "alice", "--work_dir", tmp_path)[2]
     code, out, err = invite(capsys, "alice", "--work_dir", tmp_path)
     assert code == ExitCode.CONFIG and not out and "token remove alice" in err
 
 
-def test_an_open_server_invites_without_a_token_and_a_local_one_says_that_it_is(tmp_path, capsys, host_key):
+def test_an_open_server_invites_without_a_token_and_a_local_one_says_that_it_is(tmp_path, capsys, key):
     Serving("http://127.0.0.1:9090").write(tmp_path)
     code, out, err = invite(capsys, "bob", "--work_dir", tmp_path)
     assert code == 0 and "DD_TOKEN" not in out and "asks nobody for a token" in err and "this machine alone" in err
 
 
-def test_an_address_that_is_nobodys_is_refused(tmp_path, capsys, host_key):
+def test_an_address_that_is_nobodys_is_refused(tmp_path, capsys, key):
     Serving("http://0.0.0.0:9090", str(tmp_path / "tokens.txt")).write(tmp_path)
     code, out, err = invite(capsys, "alice", "--work_dir", tmp_path)
     assert code == ExitCode.CONFIG and not out and "--public_url" in err and not (tmp_path / "tokens.txt").exists()

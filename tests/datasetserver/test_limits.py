@@ -4,13 +4,7 @@ import pytest
 
 from datasetserver.limits import AT_ONCE, BODY_BYTES_AT_ONCE, Limits, subject
 from datasetserver.refused import Refused
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.clock import Clock
 
 
 def asks(limits, address, count=1):

@@ -22,6 +22,7 @@ from swarm.receipts import Receipts
 from swarm.records import MAX_REASON, Membership
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey, KnownHosts
+from tests.clock import Clock
 from tests.datasetserver.hosting import Host, until
 from tests.datasetserver.test_bad_requests import round_of
 from tests.datasetserver.test_http import call, envelope, get_run, keys_of, lease, refused
@@ -30,13 +31,6 @@ from tests.identities import id_of, signer
 
 def run_of(host) -> RunConfig:
     return RunConfig.from_mapping(get_run(host).run, where="server")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_server_with_tokens_founds_a_run_for_members_and_lets_in_who_holds_one(tmp_path):

@@ -11,6 +11,7 @@ from datasetserver.proven import MOST_OF_AN_OWNER, Proven
 from datasetserver.refused import Refused
 from swarm.protocol import PROOFS_TOLD
 from swarm.run_config import RunConfig
+from tests.clock import Clock
 from tests.datasetserver.test_http import call, envelope, get_run, keys_of, lease, refused
 from tests.identities import key
 from tests.swarm.test_proofs import forged, invented, proof
@@ -61,13 +62,6 @@ def test_whom_a_proof_bans_the_server_refuses_and_names_with_the_reason(serve, c
 
 
 # ---------------------------------------------------------------- bounds, without a server
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def proven(signed=lambda *said: True, clock=None):

@@ -7,20 +7,14 @@ import pytest
 from datasetserver.refused import Refused
 from datasetserver.signed import Signatures
 from swarm.signed_request import SERVER_TIME_HEADER, WINDOW_SECONDS, Signer
+from tests.clock import Clock
 from tests.datasetserver.test_book import refusal
 from tests.identities import id_of, key
 
 
-class Clock:
-    now = 1e9
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1e9)
 
 
 @pytest.fixture
@@ -66,7 +60,7 @@ def test_a_restart_takes_nothing_from_before(clock, ask):
 
 @pytest.mark.parametrize("jump", [-3600, 3600])
 def test_a_wall_clock_that_is_set_refuses_nobody_for_long_and_lets_no_copy_in(clock, ask, monkeypatch, jump):
-    ticks = Clock()
+    ticks = Clock(1e9)
     monkeypatch.setattr("datasetserver.signed.time", SimpleNamespace(time=clock, monotonic=ticks))
     signatures = Signatures(most=2)
     first = ask(signatures, Signer(key("alice"), clock))

@@ -10,13 +10,7 @@ from datasetserver.__main__ import cli
 from datasetserver.refused import Refused
 from datasetserver.tokens import LOOK_SECONDS, Holder, Tokens, _draw, add, names, remove
 from swarm.errors import ExitCode, UserError
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.clock import Clock
 
 
 def test_a_token_is_shown_once_and_only_its_digest_is_kept(tmp_path):

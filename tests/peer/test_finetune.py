@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from types import MappingProxyType
 
 import psutil
@@ -27,6 +26,7 @@ from swarm.errors import ExitCode, UserError, run_program
 from swarm.run_config import RunConfig
 from tests import tiny
 from tests.conftest import ROOT
+from tests.datasetserver.hosting import until
 from tests.looking import alive
 from tests.peer.samples.test_buckets import mixed_pictures  # noqa: F401
 from tests.warm import Warm
@@ -185,13 +185,6 @@ def test_two_ranks_train_as_one_does_with_the_whole_batch(flags, mixed_pictures,
     torch.testing.assert_close(params(tmp_path / "two"), params(tmp_path / "one"), rtol=1e-5, atol=1e-5)
 
 
-def wait_for(condition, seconds=200):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def training(output):
     """Whether ten steps were made, which is when metrics.jsonl gets its first line."""
     return (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0
@@ -209,7 +202,7 @@ sys.exit(finetune.cli())
 def test_ctrl_c_while_a_model_is_loaded_ends_a_peer_at_once(flags, tmp_path):
     log = tmp_path / "log"
     process = forked(*flags, log=log, program=["-c", ASSEMBLES])
-    wait_for(lambda: "assembling" in log.read_text() or process.poll() is not None)
+    until(lambda: "assembling" in log.read_text() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     code, said = ended(process, log, 60)
     assert code == 0 and said.endswith("stopped before it began.\n"), said
@@ -219,7 +212,7 @@ def test_ctrl_c_while_a_model_is_loaded_ends_a_peer_at_once(flags, tmp_path):
 def test_a_signal_ends_training_cleanly_with_a_checkpoint_and_a_result(flags, tmp_path, number):
     log = tmp_path / "log"
     process = forked(*flags, "--total_samples", 10**9, "--dataloader_num_workers", 1, log=log)
-    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
+    until(lambda: training(tmp_path / "out") or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     assert_ended_cleanly(*ended(process, log), tmp_path / "out", family)
@@ -229,7 +222,7 @@ def test_dd_peer_passes_sigterm_on_and_training_ends_as_cleanly(flags, tmp_path)
     """It passes either on as SIGTERM; that it hears SIGINT is said in test_assist.py."""
     log = tmp_path / "log"
     process = Warm(["-m", "peer.supervise", *flags, "--total_samples", 10**9, "--dataloader_num_workers", 1], ROOT, log, forks=True)
-    wait_for(lambda: training(tmp_path / "out") or process.poll() is not None)
+    until(lambda: training(tmp_path / "out") or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     code, said = ended(process, log)
@@ -243,7 +236,7 @@ def assert_ended_cleanly(code, said, out, family):
     assert "Traceback" not in said and "finished" not in said
     assert Checkpoints(out, keep=2).load("latest") and (out / "model" / "model_index.json").is_file()
     assert family
-    wait_for(lambda: not any(map(alive, family)))
+    until(lambda: not any(map(alive, family)))
 
 
 def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, tmp_path):
@@ -256,12 +249,12 @@ def test_no_process_outlives_a_supervisor_or_a_launcher_that_was_killed(flags, t
 
 
 def kill_alone(process, out):
-    wait_for(lambda: training(out) or process.poll() is not None)
+    until(lambda: training(out) or process.poll() is not None)
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(alive, family)))
+    until(lambda: not any(map(alive, family)))
     assert Checkpoints(out, keep=2).load("latest")
 
 
@@ -269,7 +262,7 @@ def test_when_one_rank_dies_the_launch_ends_and_says_why(flags, tmp_path):
     """Torchrun, which tests/test_swarm.py starts, asks the others to end as soon as one has died."""
     logs = [tmp_path / "first.log", tmp_path / "second.log"]
     first, second = two_ranks(*flags, "--total_samples", 10**9, logs=logs)
-    wait_for(lambda: training(tmp_path / "out") or first.poll() is not None)
+    until(lambda: training(tmp_path / "out") or first.poll() is not None)
     second.send_signal(signal.SIGKILL)
     second.wait(60)
     first.send_signal(signal.SIGTERM)

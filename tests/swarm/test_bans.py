@@ -14,11 +14,6 @@ from swarm.signing import HostKey
 RUN = RunConfig(model="x")
 
 
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
-
-
 def word(key, peer, at, banned=True, reason="", run=RUN):
     return sign_word(key, run, peer, banned=banned, reason=reason, clock=lambda: at)
 

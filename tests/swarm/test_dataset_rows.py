@@ -3,14 +3,13 @@
 import io
 import os
 import random
-import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from swarm import dataset_rows
 from swarm.dataset_rows import BadSample, read_picture
+from tests.serving import Answer, serving
 
 SECRET = random.Random(20).randbytes(40)
 
@@ -30,22 +29,17 @@ def website():
     """A server that a row's URL leads to, and what it was asked for."""
     asked = []
 
-    class Website(BaseHTTPRequestHandler):
+    class Website(Answer):
+        body = SECRET
+
         def do_GET(self):
             asked.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(SECRET)
+            super().do_GET()
 
         do_HEAD = do_GET
-        log_message = lambda *_: None  # noqa: E731
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Website) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/a.png", asked
-        server.shutdown()
-        thread.join(20)
+    with serving(Website) as url:
+        yield f"{url}/a.png", asked
 
 
 def refused(value, dataset):

@@ -5,21 +5,14 @@ import random
 from hivemind.dht.routing import DHTID
 
 from swarm.dht_storage import BYTES_OF_A_KEY, BYTES_OF_OTHER_KEYS, MOST_OF_A_KEY, MOST_OF_AN_OWNER, MOST_OTHER_KEYS, RecordStore
+from tests.clock import Clock
 
 OURS, OTHER = DHTID.generate(source="ours"), DHTID.generate(source="other")
 LIFE = 20.0
 
 
-class Clock:
-    def __init__(self):
-        self.now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def a_store(monkeypatch) -> tuple[RecordStore, Clock]:
-    clock = Clock()
+    clock = Clock(1e9)
     monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", clock)
     kept = RecordStore(clock)
     kept.reserve(OURS)

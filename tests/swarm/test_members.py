@@ -12,20 +12,9 @@ from swarm.members import LIFE_SECONDS, NOT_A_MEMBER, Members, is_signed, read_m
 from swarm.records import Membership
 from swarm.run_config import RunConfig
 from swarm.signing import MOST_SIGNATURE, HostKey
+from tests.clock import Clock
 
 SEED = 23
-
-
-class Wall:
-    now = 1.7e9
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 @pytest.fixture
@@ -34,7 +23,7 @@ def run(key):
 
 
 def test_a_peer_is_a_member_from_the_hosts_word_until_it_ends_and_with_a_newer_one_again(key, run):
-    wall = Wall()
+    wall = Clock(1.7e9)
     known = Members(run, wall=wall)
     assert known.needed and known.refusal("a") == NOT_A_MEMBER
     first = sign_membership(key, run, "a", wall)
@@ -52,7 +41,7 @@ def test_a_peer_is_a_member_from_the_hosts_word_until_it_ends_and_with_a_newer_o
 
 def test_what_is_countersigned_counts_for_ten_minutes_and_not_before_its_time(key, run):
     """A server whose clock was a day ahead would else have it count for a day."""
-    wall = Wall()
+    wall = Clock(1.7e9)
     known, at = Members(run, Bans(run), wall=wall), wall.now
     assert known.bans.hear([sign_word(key, run, "a" * 64, trusted=True, clock=lambda: at)])
     counts = []
@@ -63,7 +52,7 @@ def test_what_is_countersigned_counts_for_ten_minutes_and_not_before_its_time(ke
 
 
 def test_the_word_of_another_key_or_for_another_peer_run_or_time_is_none(key, run, tmp_path):
-    good, wall = sign_membership(key, run, "a"), Wall()
+    good, wall = sign_membership(key, run, "a"), Clock(1.7e9)
     other_run = dataclasses.replace(run, seed=run.seed + 1)
     forged = [
         sign_membership(HostKey(tmp_path / "other.key"), run, "a"),
@@ -104,7 +93,7 @@ def test_a_run_for_everybody_asks_nobody_for_a_membership(key):
 
 
 def test_a_peers_own_ends_with_its_time(key, run):
-    wall = Wall()
+    wall = Clock(1.7e9)
     known = Members(run, wall=wall)
     assert known.has_ended()
     known.own = sign_membership(key, run, "me", wall)
@@ -127,7 +116,7 @@ def test_a_signature_is_verified_once_for_all_records_that_bring_it(key, run, mo
 
 def test_what_is_remembered_of_members_has_a_bound_and_those_whose_time_ends_first_go_first(key, run, monkeypatch):
     monkeypatch.setattr(members, "_MOST_REMEMBERED", 3)
-    wall = Wall()
+    wall = Clock(1.7e9)
     known = Members(run, wall=wall)
     for name in "dcba":
         known.hear(name, sign_membership(key, run, name, wall))

@@ -4,7 +4,7 @@ import pytest
 
 from swarm.places import RELAYED, ip_of, place_of
 from swarm.quota import Quota
-from tests.peer.sync.swarm_tools import Clock
+from tests.clock import Clock
 
 
 def test_each_has_its_share_and_all_together_theirs():

@@ -11,12 +11,7 @@ from swarm.signing import HostKey
 MINE = "QmAlice", 4, 512
 
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory) -> HostKey:
-    return HostKey(tmp_path_factory.mktemp("host") / "host.key")
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def run(key) -> RunConfig:
     return RunConfig(run_name="one", members_of=key.public)
 

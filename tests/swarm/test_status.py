@@ -3,7 +3,6 @@
 import asyncio
 import codecs
 import contextlib
-import http.server
 import io
 import json
 import os
@@ -29,31 +28,20 @@ from swarm.tasks import end_tasks
 from swarm.urls import check_url
 from tests.datasetserver.hosting import Host
 from tests.looking import fetch
+from tests.serving import Answer, serving
 
 
-@contextlib.contextmanager
 def answering(code: int, body: bytes):
     """The URL of an HTTP server on loopback that gives every GET this answer."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(Answer):
         def do_GET(self):
             self.send_response(code)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    return serving(Handler)
 
 
 def shown(seen: dict, width: int = 120, **view) -> str:
@@ -96,7 +84,7 @@ def test_a_refusing_server_is_one_line_that_says_so(capsys):
 
 @pytest.mark.parametrize(("code", "says"), [(200, "no whole answer within 0.5 s"), (500, "answers 500")])
 def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(code, says, capsys):
-    class Drips(http.server.BaseHTTPRequestHandler):
+    class Drips(Answer):
         def do_GET(self):
             self.send_response(code)
             self.end_headers()
@@ -106,15 +94,8 @@ def test_an_answer_that_drips_is_waited_for_no_longer_than_was_asked(code, says,
                     self.wfile.flush()
                     time.sleep(0.05)
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drips) as server:
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            assert status.cli([f"http://127.0.0.1:{server.server_address[1]}", "--timeout", "0.5"]) == ExitCode.NETWORK
-        finally:
-            server.shutdown()
+    with serving(Drips) as url:
+        assert status.cli([url, "--timeout", "0.5"]) == ExitCode.NETWORK
     assert says in capsys.readouterr().err
 
 

@@ -1,9 +1,7 @@
 """Whom a peer takes for its dataset server, and what it does where it is refused: a token, a certificate, a pause."""
 
 import asyncio
-import http.server
 import json
-import threading
 import time
 import urllib.request
 from itertools import islice
@@ -25,20 +23,9 @@ from swarm.signed_request import Signer
 from swarm.signing import SIGNATURE_HEADER
 from tests.datasetserver.test_blobs import certificate  # noqa: F401 (a fixture)
 from tests.identities import id_of, identity_file, key
+from tests.serving import Answer, serving
 
 BASE = "0" * 64
-
-
-class Answer(http.server.BaseHTTPRequestHandler):
-    body = b"<html>It works!</html>"
-
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -52,15 +39,8 @@ class Answer(http.server.BaseHTTPRequestHandler):
 )
 def test_something_else_at_the_url_is_a_users_error(body, what):
     handler = type("Handler", (Answer,), {"body": body})
-    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            with pytest.raises(UserError, match=what) as raised:
-                fetch_run(f"http://127.0.0.1:{server.server_address[1]}", 20)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(handler) as url, pytest.raises(UserError, match=what) as raised:
+        fetch_run(url, 20)
     assert raised.value.code == ExitCode.NETWORK
 
 
@@ -79,14 +59,8 @@ def test_a_proxy_whose_server_is_away_is_asked_again_for_as_long_as_a_server_is(
             self.end_headers()
             self.wfile.write(b"<html>502 Bad Gateway</html>")
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            found = fetch_run(f"http://127.0.0.1:{server.server_address[1]}", 20)
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Proxy) as url:
+        found = fetch_run(url, 20)
     assert found.run_id == fetch_run(host.url, 20).run_id and len(asked) == 3
 
 
@@ -101,23 +75,7 @@ def test_a_url_that_refuses_another_run_or_no_url_is_a_users_error(serve):
         assert raised.value.code == ExitCode.NETWORK and url in str(raised.value)
 
 
-@pytest.fixture
-def serving():
-    """A URL at which this class answers."""
-    servers = []
-
-    def start(handler):
-        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
-        threading.Thread(target=servers[-1].serve_forever).start()
-        return f"http://127.0.0.1:{servers[-1].server_address[1]}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_no_server_sends_its_peers_to_another_machine(serving):
+def test_no_server_sends_its_peers_to_another_machine():
     """A host could have all volunteers call any address, also one of their own network."""
     asked = []
 
@@ -126,28 +84,25 @@ def test_no_server_sends_its_peers_to_another_machine(serving):
             asked.append(self.path)
             super().do_GET()
 
-    victim = serving(Victim)
-
     class Sends(Answer):
         def do_GET(self):
             self.send_response(307)
             self.send_header("Location", f"{victim}/v1/run")
             self.end_headers()
 
-    host = serving(Sends)
-
     async def stream():
         async with Transport(host) as transport, transport.stream("/v1/blobs/x.tar", {}):
             pass
 
-    with pytest.raises(UserError, match=f"it sends on to {victim}/v1/run; if that is the server, give its URL"):
-        fetch_run(host, 2)
-    with pytest.raises(ServerAway, match="sends on"):
-        asyncio.run(stream())
+    with serving(Victim) as victim, serving(Sends) as host:
+        with pytest.raises(UserError, match=f"it sends on to {victim}/v1/run; if that is the server, give its URL"):
+            fetch_run(host, 2)
+        with pytest.raises(ServerAway, match="sends on"):
+            asyncio.run(stream())
     assert not asked
 
 
-def test_a_state_is_fetched_only_where_it_has_room_and_comes_at_some_rate(serving, tmp_path, monkeypatch):
+def test_a_state_is_fetched_only_where_it_has_room_and_comes_at_some_rate(tmp_path, monkeypatch):
     offered = {"digest": "a" * 64, "round": 1, "samples": 1, "bytes": 2**53}
     progress = {
         "run_id": "0" * 16, "run_name": "x", "total_samples": 0, "target_batch_size": 1, "round": 1, "samples": 1, "waiting_samples": 0,
@@ -160,14 +115,14 @@ def test_a_state_is_fetched_only_where_it_has_room_and_comes_at_some_rate(servin
             self.body = json.dumps({**progress, "checkpoint": offered}).encode() if "progress" in self.path else b"x" * 100_000
             super().do_GET()
 
-    host = serving(Drips)
-    with pytest.raises(UserError, match="has room for") as raised:
-        download_state(host, tmp_path)
-    assert raised.value.code == ExitCode.DISK
-    offered["bytes"] = 1_000_000
-    monkeypatch.setattr(probing, "_CONNECT_SECONDS", -100.0)
-    with pytest.raises(ServerAway, match="of the state's 1000000"):
-        download_state(host, tmp_path)
+    with serving(Drips) as host:
+        with pytest.raises(UserError, match="has room for") as raised:
+            download_state(host, tmp_path)
+        assert raised.value.code == ExitCode.DISK
+        offered["bytes"] = 1_000_000
+        monkeypatch.setattr(probing, "_CONNECT_SECONDS", -100.0)
+        with pytest.raises(ServerAway, match="of the state's 1000000"):
+            download_state(host, tmp_path)
 
 
 # -- who may use a server, and how often
@@ -220,7 +175,7 @@ def test_a_peer_trusts_a_certificate_that_its_system_trusts_and_names_one_that_i
     assert len(list(islice(join(host.url, "alice"), 10))) == 10
 
 
-class Busy(http.server.BaseHTTPRequestHandler):
+class Busy(Answer):
     """Says `refusals` times to come back later, then passes on to a real server; `asked`: when, by path, and what it answered."""
 
     protocol_version = "HTTP/1.1"
@@ -252,24 +207,15 @@ class Busy(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.mark.parametrize("status", [429, 503])
 def test_a_peer_comes_back_when_retry_after_says_and_not_before(serve, join, status):
     host = serve(samples=8, shard_samples=8)
     handler = type("Handler", (Busy,), {"refusals": 1, "status": status, "real": host.url, "asked": []})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            source = join(f"http://127.0.0.1:{server.server_address[1]}", "alice")
-            assert len(list(islice(source, 8))) == 8
-            source.close()
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(handler) as url:
+        source = join(url, "alice")
+        assert len(list(islice(source, 8))) == 8
+        source.close()
     lease = [(when, answered) for when, path, answered in handler.asked if path == "/v1/leases"]
     blob = [(when, answered) for when, path, answered in handler.asked if path.startswith("/v1/blobs/")]
     for (refused, first), (again, second) in (lease[:2], blob[:2]):

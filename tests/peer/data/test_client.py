@@ -22,13 +22,7 @@ from peer.data.unsaid import Unsaid
 from swarm.digest import digest_bytes
 from swarm.protocol import ErrorBody, LeasedShard, ProofsAnswer, Shard
 from swarm.records import HostWord
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+from tests.clock import Clock
 
 
 def leased(shard, samples=100, epoch=0):

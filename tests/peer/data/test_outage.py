@@ -16,20 +16,12 @@ from peer.data.client.runs import fetch_run
 from peer.data.dataset_server import DatasetServer
 from swarm.run_config import RunConfig
 from swarm.signing import KnownHosts
+from tests.clock import Clock
 from tests.datasetserver.hosting import Host, until
 from tests.identities import id_of, key
 from tests.looking import progress
 
 SAMPLES, SHARD, BATCH = 80, 4, 4
-
-
-class Clock:
-    """Stands still, so that no speed is measured and two batches are leased ahead, no more."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -49,7 +41,7 @@ def hasty(monkeypatch):
 
 
 class Peer:
-    """What a peer's trainer does with its source."""
+    """What a peer's trainer does with its source. clock: stands still, so that no speed is measured and two batches are leased ahead, no more."""
 
     def __init__(self, name, url, folder, clock, run=None):
         self.hosts = KnownHosts(folder / f"{name}-hosts.json")

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import functools
-import http.server
 import re
 import shutil
 import socket
@@ -28,6 +27,7 @@ from swarm.run_config import RunConfig
 from swarm.version import VERSION
 from tests import tiny
 from tests.datasetserver.hosting import Host
+from tests.serving import Answer, serving
 
 HEAD = {"digest": "d" * 64, "round": 3, "samples": 300, "peers": ["alice"]}
 
@@ -428,24 +428,8 @@ def test_where_no_peer_is_in_a_run_one_may_be_founded(node, visits, founded, pic
 
 
 def test_what_is_no_dataset_server_is_named():
-    class Page(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"<html>It works!</html>")
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{server.server_address[1]}"
-            refusal(f"{url} answers, but is not a dataset server", "--datasetserver", url, code=ExitCode.NETWORK)
-        finally:
-            server.shutdown()
-            thread.join(20)
+    with serving(Answer) as url:
+        refusal(f"{url} answers, but is not a dataset server", "--datasetserver", url, code=ExitCode.NETWORK)
 
 
 def test_a_peers_key_and_those_of_the_hosts_that_it_has_seen_lie_in_one_folder(tmp_path):

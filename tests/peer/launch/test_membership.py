@@ -24,16 +24,11 @@ from swarm.listening import listen
 from swarm.members import LIFE_SECONDS, Members, sign_membership
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
+from tests.clock import Clock
 from tests.datasetserver.hosting import Host, until
 from tests.identities import id_of, identity_file, signer
-from tests.swarm.test_members import Wall
 
 DAY = 86_400.0
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ class Asked:
 
 @pytest.fixture
 def keeping(key, run, tmp_path):
-    wall = Wall()
+    wall = Clock(1.7e9)
     asked = Asked(key, run, wall)
 
     def start():

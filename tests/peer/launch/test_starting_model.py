@@ -4,9 +4,7 @@ import hashlib
 import json
 import re
 import shutil
-import threading
 from dataclasses import replace
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
@@ -32,6 +30,7 @@ from tests import flux_file as flux_files
 from tests import tiny
 from tests.datasetserver.test_ingest_hub import COMMIT, Hub, told_of
 from tests.peer.models.test_chroma import HD
+from tests.serving import serving
 
 CPU = torch.device("cpu")
 RUN = RunConfig()
@@ -87,12 +86,8 @@ def hub(tmp_path, tiny_family):
         (root / "sd" / extra).parent.mkdir(exist_ok=True)
         (root / "sd" / extra).write_bytes(b"{}")
     handler = type("KnowingModels", (Models,), {"root": root, "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", handler.asked
-        server.shutdown()
-        thread.join(20)
+    with serving(handler) as url:
+        yield url, handler.asked
 
 
 PROGRAM = """

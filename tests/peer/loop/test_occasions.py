@@ -8,14 +8,7 @@ from peer import wiring
 from peer.config import PeerConfig
 from peer.loop.occasions import Occasion, Occasions, seldom
 from peer.machine.device import Rank, RankGroup
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def test_each_is_done_when_a_multiple_of_its_steps_was_reached_or_passed():
@@ -29,7 +22,7 @@ def test_each_is_done_when_a_multiple_of_its_steps_was_reached_or_passed():
 
 
 def test_what_is_done_seldom_takes_no_more_than_its_share_of_the_time():
-    clock, done = Clock(), []
+    clock, done = Clock(100.0), []
 
     def save(step: int) -> None:
         clock.now += 2.0
@@ -50,7 +43,7 @@ def test_what_is_done_seldom_takes_no_more_than_its_share_of_the_time():
     ],
 )
 def test_a_swarms_checkpoints_take_a_hundredth_of_the_time_unless_told_otherwise(options, rounds, monkeypatch, tmp_path):
-    clock, saved = Clock(), []
+    clock, saved = Clock(100.0), []
     monkeypatch.setattr(wiring, "seldom", partial(seldom, clock=clock))
 
     def checkpoint() -> None:
@@ -75,7 +68,7 @@ def built(checkpoint, group, output, **options):
 
 def test_other_ranks_wait_whenever_rank_0_saves_a_checkpoint_whatever_their_own_clocks_say(monkeypatch, tmp_path):
     """A checkpoint of 10 minutes ended the launch: the others waited for rank 0 in the next step, and that for 600 s at most."""
-    monkeypatch.setattr(wiring, "seldom", partial(seldom, clock=Clock()))
+    monkeypatch.setattr(wiring, "seldom", partial(seldom, clock=Clock(100.0)))
     said, did = iter([True, False, True]), []
     group = SimpleNamespace(world=2, is_main=False, broadcast_object=lambda due: next(said), barrier=lambda: did.append("waited"))
     occasions = built(lambda: did.append("left to rank 0"), group, tmp_path, datasetserver="http://localhost:8080")

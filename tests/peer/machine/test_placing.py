@@ -17,6 +17,7 @@ from peer.machine.xla import check_options, filled
 from peer.samples.encoding import Encoder
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
+from tests.clock import Clock
 
 CPU, XLA = torch.device("cpu"), torch.device("xla")
 without_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is here")
@@ -140,13 +141,6 @@ def test_weights_of_a_cpu_are_written_as_they_are():
     weight = model.parts["unet"].weight
     with written(model, {"weight": weight}) as params:
         assert params["weight"] is weight is model.parts["unet"].weight
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 def test_a_profile_begins_with_the_third_step_and_ends_with_the_step_in_which_its_time_is_over(tmp_path):

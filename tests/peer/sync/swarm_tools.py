@@ -22,6 +22,7 @@ from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.vectors import SharedBuffer
 from swarm.dht import SwarmNode
 from swarm.tasks import end_tasks
+from tests.clock import Clock
 from tests.swarm import p2pds
 
 ANYTHING = TypeAdapter(dict)
@@ -112,13 +113,6 @@ def shared_copy(vector: torch.Tensor) -> SharedBuffer:
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Holder:

@@ -10,7 +10,7 @@ from peer.sync.engine.transfer.promises import Promises
 from swarm.errors import ExitCode, UserError
 from swarm.records import PeerRecord
 from swarm.run_config import RunConfig
-from tests.peer.sync.swarm_tools import Clock
+from tests.clock import Clock
 
 BASE = Head("b" * 64, 0)
 

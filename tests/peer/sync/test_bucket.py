@@ -10,15 +10,11 @@ from peer.sync.engine.net.bucket import Bucket
 from peer.sync.engine.net.streams import Channel, PeerLost
 from swarm.errors import UserError
 from swarm.pipe import Pipe
+from tests.clock import Clock
 
 
-class Clock:
+class SleptClock(Clock):
     """Whoever sleeps moves it on."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
     async def sleep(self, seconds):
         self.now += seconds
@@ -26,7 +22,7 @@ class Clock:
 
 def test_no_more_goes_through_than_the_limit_however_the_messages_are_cut():
     async def scenario():
-        clock = Clock()
+        clock = SleptClock()
         bucket, sent = Bucket(8.0, clock, clock.sleep), 0
         for size in [100, 300_000, 1, 256 << 10, 50_000] * 20:
             await bucket.take(size)
@@ -41,7 +37,7 @@ def test_no_more_goes_through_than_the_limit_however_the_messages_are_cut():
 
 def test_a_short_word_does_not_wait_behind_pieces_of_downloads_but_is_paid_for():
     async def scenario():
-        clock = Clock()
+        clock = SleptClock()
         bucket = Bucket(1.0, clock, clock.sleep)
         for _ in range(2):
             await bucket.take(256 << 10)
@@ -56,7 +52,7 @@ def test_a_short_word_does_not_wait_behind_pieces_of_downloads_but_is_paid_for()
 
 def test_a_part_of_a_round_waits_for_no_download_and_is_paid_for_by_the_next_ones():
     async def scenario():
-        clock = Clock()
+        clock = SleptClock()
         bucket = Bucket(1.0, clock, clock.sleep)
         for _ in range(8):
             await bucket.take(256 << 10)
@@ -72,7 +68,7 @@ def test_a_part_of_a_round_waits_for_no_download_and_is_paid_for_by_the_next_one
 
 def test_what_could_not_go_in_its_time_is_refused_at_once_and_takes_nobodys_place():
     async def scenario():
-        clock = Clock()
+        clock = SleptClock()
         bucket = Bucket(1.0, clock, clock.sleep)
         await bucket.take(5_000_000)
         with pytest.raises(TimeoutError, match="spoken for, for 40 s"):
@@ -88,7 +84,7 @@ def test_what_could_not_go_in_its_time_is_refused_at_once_and_takes_nobodys_plac
 
 def test_what_was_not_used_is_not_saved_up():
     async def scenario():
-        clock = Clock()
+        clock = SleptClock()
         bucket = Bucket(8.0, clock, clock.sleep)
         clock.now = 3600.0
         for _ in range(10):
@@ -100,7 +96,7 @@ def test_what_was_not_used_is_not_saved_up():
 
 def test_all_streams_of_a_peer_share_one_limit(tmp_path):
     async def scenario():
-        clock = Clock()
+        clock = SleptClock()
         bucket = Bucket(8.0, clock, clock.sleep)
         arrived, ended = bytearray(), asyncio.Semaphore(0)
 

@@ -38,8 +38,9 @@ from swarm.peer_key import PeerKey, has_signed
 from swarm.records import FINDINGS_PER_RECORD, MAX_RECORD_BYTES, Finding, Membership, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.signing import HostKey
+from tests.clock import Clock
 from tests.peer.sync.replicas import SIZE, Liar, Peer, make_run
-from tests.peer.sync.swarm_tools import Clock, Holder, state_of, until
+from tests.peer.sync.swarm_tools import Holder, state_of, until
 from tests.peer.sync.test_members import member
 from tests.peer.sync.test_messages import travelled
 
@@ -503,11 +504,6 @@ def test_what_is_countersigned_counts_once_everybody_has_been_asked_since(virtua
 
 
 # ---------------------------------------------------------------- whom a newcomer, and one who comes back, believe
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 async def liars(nodes, key, run, state, count: int = 4) -> list[Liar]:

@@ -18,7 +18,6 @@ from peer.sync.engine.round.checks import CHECKERS, INPUTS, WRONG, SpotChecks, i
 from peer.sync.engine.round.clipping import Clipping
 from peer.sync.engine.round.share_seals import ShareSeals
 from simulation.records import signed
-from swarm.signing import HostKey
 from swarm.statements import lot_statement
 from swarm.wrong_states import WrongState
 from tests.peer.sync.swarm_tools import until
@@ -26,11 +25,6 @@ from tests.peer.sync.test_equivocation import banned, swarm_of
 from tests.peer.sync.test_members import member
 
 SECONDS = 200.0
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 class Turned(Clipping):

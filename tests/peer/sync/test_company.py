@@ -10,7 +10,7 @@ from peer.sync.engine.net.messages import MOST_NAMED
 from peer.sync.engine.round.company import MOST_STRANGERS, Company
 from peer.sync.engine.round.rounds import Rounds
 from swarm.records import PeerRecord
-from tests.peer.sync.swarm_tools import Clock
+from tests.clock import Clock
 
 FRIENDS = ("ann", "bob", "cleo")
 

@@ -16,7 +16,8 @@ from peer.sync.engine.transfer.donors import KEEP_SECONDS, Donor, ask_head
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download
 from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.transfer.state_fetch import StateFetch, WholeState
-from tests.peer.sync.swarm_tools import ANYTHING, Clock, held, holder, same, state_of, until
+from tests.clock import Clock
+from tests.peer.sync.swarm_tools import ANYTHING, held, holder, same, state_of, until
 
 SIZE = 3 * CHUNK_BYTES // 4 + 5  # three chunks and a short one
 

@@ -15,7 +15,8 @@ from peer.sync.engine.transfer import download as download_module
 from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Download, Lied, ask_manifest
 from peer.sync.engine.transfer.pace import Slow
 from peer.sync.engine.transfer.state_fetch import STALLED_SECONDS, StateFetch, WholeState
-from tests.peer.sync.swarm_tools import ANYTHING, Clock, held, state_of, until
+from tests.clock import Clock
+from tests.peer.sync.swarm_tools import ANYTHING, held, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 4 + 5  # five chunks and a short one
 

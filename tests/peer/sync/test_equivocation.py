@@ -14,18 +14,12 @@ from peer.sync.engine.round.equivocation import SHARES
 from peer.sync.engine.round.share_seals import Given, ShareSeals
 from swarm.errors import ExitCode, UserError
 from swarm.proofs import Proof, Proofs
-from swarm.signing import HostKey
 from swarm.statements import statement
 from tests.peer.sync.replicas import make_run
 from tests.peer.sync.swarm_tools import until
 from tests.peer.sync.test_members import member
 
 SECONDS = 100.0
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 class TwoFaced(Averager):

@@ -19,16 +19,10 @@ from peer.sync.engine.round.share_seals import ShareSeals
 from peer.sync.engine.round.telling import Telling
 from peer.sync.engine.state import MOST_MEMBERS, Head
 from swarm.proofs import MOST_PROOFS, Proof, Proofs
-from swarm.signing import HostKey
 from tests.peer.sync.replicas import Peer, make_run
 from tests.peer.sync.swarm_tools import until
 
 SECONDS = 600.0
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 # ---------------------------------------------------------------- two signatures of one reducer

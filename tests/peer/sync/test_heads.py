@@ -11,7 +11,8 @@ from peer.sync.engine.round.heads import ALONE_SECONDS, DESERTED_SECONDS, IDLE_S
 from peer.sync.engine.round.met import Met
 from peer.sync.engine.state import Head, State, next_state
 from swarm.records import ASSIST, AVERAGING, JOINING, PAUSED, TRAIN, PeerRecord
-from tests.peer.sync.swarm_tools import Clock, state_of
+from tests.clock import Clock
+from tests.peer.sync.swarm_tools import state_of
 
 SIZE = 4
 

@@ -8,7 +8,8 @@ import pytest
 from peer.sync.engine.net import link
 from peer.sync.engine.net.link import LINK, MOST_PIECES, PIECE_BYTES, measure_link, serve_link
 from peer.sync.engine.net.streams import PeerLost, Refused
-from tests.peer.sync.swarm_tools import ANYTHING, Clock
+from tests.clock import Clock
+from tests.peer.sync.swarm_tools import ANYTHING
 
 
 async def flood(streams, peer: str, served: list[str]) -> int:

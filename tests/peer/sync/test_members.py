@@ -14,14 +14,8 @@ from peer.sync.engine.transfer.kind import KIND, Kind, ask_kinds, serve_kind
 from swarm.bans import Bans, sign_word
 from swarm.errors import ExitCode, UserError
 from swarm.members import LIFE_SECONDS, Members, sign_membership
-from swarm.signing import HostKey
 from tests.peer.sync.replicas import Peer, check_invariants, make_run
 from tests.peer.sync.swarm_tools import until
-
-
-@pytest.fixture
-def key(tmp_path):
-    return HostKey(tmp_path / "host.key")
 
 
 async def member(nodes, key, run, wall=None, **options) -> Peer:

@@ -15,17 +15,11 @@ from swarm.errors import UserError
 from swarm.records import RECORD_LIFE_SECONDS, PeerRecord
 from swarm.run_config import RunConfig
 from swarm.version import VERSION
+from tests.clock import Clock
 from tests.peer.sync.replicas import Peer, make_run
 from tests.peer.sync.swarm_tools import until
 
 RUN = RunConfig(model="x", target_batch_size=40)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def record_of(peer: str, at: float) -> PeerRecord:

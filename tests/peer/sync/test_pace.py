@@ -5,7 +5,7 @@ import random
 import pytest
 
 from peer.sync.engine.transfer.pace import FETCH_SECONDS, Credit, fetch_seconds
-from tests.peer.sync.swarm_tools import Clock
+from tests.clock import Clock
 
 
 def steady(bytes_per_second: float, seconds: int, *, rate=1000.0, first=10.0, most=60.0, share=1) -> Credit:

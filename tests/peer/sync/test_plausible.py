@@ -18,7 +18,8 @@ from peer.sync.engine.transfer.discarded import Discarded, discard
 from peer.sync.engine.transfer.disk import StateStore
 from swarm.errors import UserError
 from swarm.run_config import RunConfig
-from tests.peer.sync.swarm_tools import Clock, state_of
+from tests.clock import Clock
+from tests.peer.sync.swarm_tools import state_of
 
 TARGET = 40
 

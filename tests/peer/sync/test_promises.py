@@ -3,7 +3,7 @@
 import pytest
 
 from peer.sync.engine.transfer.promises import REFUSING_SECONDS, UNASKED_SECONDS, Promises
-from tests.peer.sync.swarm_tools import Clock
+from tests.clock import Clock
 
 
 def test_one_that_failed_three_times_or_lied_once_counts_no_more_until_it_gives_a_state():

@@ -15,7 +15,6 @@ from peer.sync.engine.round.leading import JOIN
 from peer.sync.engine.state import Head
 from swarm.receipts import Receipts, sign_receipt
 from swarm.run_config import RunConfig
-from swarm.signing import HostKey
 from tests.peer.sync.swarm_tools import ANYTHING, ticket, until
 from tests.peer.sync.test_matchmaking import peers
 
@@ -23,12 +22,7 @@ MOST = 100
 STANDING = Standing(Head("p", 0), has_samples=True, ready_seconds=0.0)
 
 
-@pytest.fixture(scope="module")
-def key(tmp_path_factory) -> HostKey:
-    return HostKey(tmp_path_factory.mktemp("host") / "host.key")
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def receipts(key) -> Receipts:
     return Receipts.of(run_of(key))
 

@@ -16,7 +16,8 @@ from peer.sync.engine.transfer.download import CHUNKS, PIECE_BYTES, Manifest
 from peer.sync.engine.transfer.replay import MeanStore
 from peer.sync.engine.transfer.state_fetch import Replaying, StateFetch
 from swarm.tasks import end_tasks
-from tests.peer.sync.swarm_tools import Clock, held, holder, same, state_of, until
+from tests.clock import Clock
+from tests.peer.sync.swarm_tools import held, holder, same, state_of, until
 
 SIZE = 5 * CHUNK_BYTES // 8 + 5  # a state of six chunks (two vectors), a mean of three
 MEAN_BYTES = SIZE * 4

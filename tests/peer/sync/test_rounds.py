@@ -19,8 +19,9 @@ from peer.sync.engine.state import next_state
 from peer.sync.engine.trainer.trainer import Contribution
 from peer.sync.parameters import Parameters
 from swarm.records import PeerRecord
+from tests.clock import Clock
 from tests.peer.sync.replicas import make_run
-from tests.peer.sync.swarm_tools import Clock, state_of
+from tests.peer.sync.swarm_tools import state_of
 
 FRIENDS = ("ann", "bob", "cleo", "dan")
 RUN = make_run()

@@ -8,7 +8,7 @@ import pytest
 
 from peer.sync.engine.net.streams import PeerLost
 from peer.sync.engine.transfer.slots import DAWDLING_BYTES_PER_SECOND, MAX_DOWNLOADS, Slots
-from tests.peer.sync.swarm_tools import Clock
+from tests.clock import Clock
 
 
 @dataclass

@@ -27,6 +27,7 @@ from swarm.errors import ExitCode, UserError
 from swarm.life import FOLDER, TRAINING, Life, Sign, last_sign
 from tests import tiny
 from tests.conftest import ROOT
+from tests.datasetserver.hosting import until
 from tests.warm import Warm
 
 PROGRAM = ROOT / "tests" / "peer" / "watchdog" / "supervised_program.py"
@@ -436,13 +437,6 @@ def test_two_of_one_folder_are_refused(supervise, tmp_path):
         [sys.executable, "-m", "peer.supervise", "--output_dir", out], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 2 and "Another dd-peer is using" in done.stderr
-
-
-def until(true, seconds=100):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.mark.swarm
